@@ -1,0 +1,52 @@
+"""Gradients flow into persistent buffers inside the backward graph.
+
+After this pass the backward graph has no outputs: each gradient is added to its buffer by a node
+that nobody waits for, so a planner may move it anywhere and no second full set of gradients is
+ever alive. Where the gradient is a matmul of the buffer's dtype, matmul and addition are one
+kernel (`buffer += a @ b`), which saves a write and a read of the whole gradient.
+"""
+
+import torch
+from torch import fx
+
+from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, output_node
+
+aten = torch.ops.aten
+BUFFER_PREFIX = "gradient_"
+
+
+def accumulate_gradients(chunk: ChunkGraphs, buffer_dtype: torch.dtype) -> StrandGraph:
+    """The backward graph of `chunk` with accumulation into buffers of `buffer_dtype`, one per
+    parameter, bound under role `gradient`. Changes the graph in place."""
+    backward = chunk.backward
+    graph = backward.graph
+    output = output_node(graph)
+    first = next(iter(graph.nodes))
+    bindings = dict(backward.bindings)
+    for index, (parameter, gradient) in enumerate(
+        zip(chunk.parameters, backward.outputs, strict=True)
+    ):
+        with graph.inserting_before(first):
+            buffer = graph.placeholder(f"{BUFFER_PREFIX}{index}")
+        buffer.meta["val"] = gradient.meta["val"].to(buffer_dtype)
+        bindings[buffer.name] = Binding("gradient", parameter)
+        _add(graph, buffer, gradient, output)
+    output.args = ((),)
+    backward.module.recompile()
+    return StrandGraph("backward", backward.module, bindings)
+
+
+def _add(graph: fx.Graph, buffer: fx.Node, gradient: fx.Node, output: fx.Node) -> None:
+    """buffer += gradient, right after the gradient."""
+    same_dtype = buffer.meta["val"].dtype == gradient.meta["val"].dtype
+    users = [user for user in gradient.users if user is not output]
+    if gradient.target == aten.mm.default and same_dtype and not users:
+        with graph.inserting_after(gradient):
+            node = graph.call_function(aten.addmm_.default, (buffer, *gradient.args))
+        node.meta["val"] = buffer.meta["val"]
+        output.args = (tuple(n for n in output.args[0] if n is not gradient),)  # type: ignore[union-attr]
+        graph.erase_node(gradient)
+        return
+    with graph.inserting_after(gradient):
+        node = graph.call_function(aten.add_.Tensor, (buffer, gradient))
+    node.meta["val"] = buffer.meta["val"]

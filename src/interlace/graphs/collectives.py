@@ -1,0 +1,116 @@
+"""Traced functional collectives become plain asynchronous c10d calls.
+
+A traced collective is a node `all_gather_into_tensor(x, size, group)` with a `wait_tensor` behind
+it. Executable graphs call the functions of this file instead: they return the work object, so that
+a recorder can learn when the transfer really ended, and the waiting is a node of its own.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from interlace.graphs.torch_private import process_group
+from interlace.ir.graph import Kind
+
+_functional = torch.ops._c10d_functional
+WAIT = _functional.wait_tensor.default
+
+_REDUCE = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class Pending(NamedTuple):
+    """A collective in flight; `output` must not be read before `work` is done."""
+
+    output: Tensor
+    work: dist.Work
+    part_of_buffer: bool = False
+    """Whether `output` is a slice of a larger buffer that should not outlive the wait."""
+
+
+def wait(pending: Pending) -> Tensor:
+    """Block until the collective is done (CPU), or make the stream wait for it (CUDA)."""
+    pending.work.wait()
+    return pending.output.clone() if pending.part_of_buffer else pending.output
+
+
+def all_gather(x: Tensor, group_size: int, group_name: str) -> Pending:
+    """[n, ...] per rank -> [group_size * n, ...]."""
+    output = x.new_empty((x.shape[0] * group_size, *x.shape[1:]))
+    # torch 2.13 renamed the call; the old name warns there and the new one is unknown to 2.11.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    group = process_group(group_name)
+    return Pending(output, call(output, x.contiguous(), group=group, async_op=True))
+
+
+def reduce_scatter(x: Tensor, reduce: str, group_size: int, group_name: str) -> Pending:
+    """[group_size * n, ...] -> this rank's reduced [n, ...].
+
+    gloo itself runs an all-reduce and takes the slice inside `wait()`, in a work object that has
+    no future and never reports completion. The same is done here in the open, with the same
+    traffic and the same bits, so that the end of the transfer can be observed.
+    """
+    group = process_group(group_name)
+    rows = x.shape[0] // group_size
+    if dist.get_backend(group) == "gloo":
+        buffer = x.clone(memory_format=torch.contiguous_format)
+        work = dist.all_reduce(buffer, op=_REDUCE[reduce], group=group, async_op=True)
+        return Pending(buffer.narrow(0, group.rank() * rows, rows), work, part_of_buffer=True)
+    output = x.new_empty((rows, *x.shape[1:]))
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work = call(output, x.contiguous(), op=_REDUCE[reduce], group=group, async_op=True)
+    return Pending(output, work)
+
+
+def all_reduce(x: Tensor, reduce: str, group_name: str) -> Pending:
+    """Same shape, reduced over the group; the input is left as it is."""
+    output = x.clone(memory_format=torch.contiguous_format)
+    group = process_group(group_name)
+    work = dist.all_reduce(output, op=_REDUCE[reduce], group=group, async_op=True)
+    return Pending(output, work)
+
+
+def all_to_all(
+    x: Tensor, output_splits: list[int], input_splits: list[int], group_name: str
+) -> Pending:
+    """Rows are cut by `input_splits`; piece i goes to rank i."""
+    output = x.new_empty((sum(output_splits), *x.shape[1:]))
+    group = process_group(group_name)
+    work = dist.all_to_all_single(
+        output, x.contiguous(), output_splits, input_splits, group=group, async_op=True
+    )
+    return Pending(output, work)
+
+
+ISSUE = {
+    _functional.all_gather_into_tensor.default: (all_gather, Kind.ALL_GATHER),
+    _functional.reduce_scatter_tensor.default: (reduce_scatter, Kind.REDUCE_SCATTER),
+    _functional.all_reduce.default: (all_reduce, Kind.ALL_REDUCE),
+    _functional.all_to_all_single.default: (all_to_all, Kind.ALL_TO_ALL),
+}
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node of a traced graph starts a collective."""
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "namespace", "") == "_c10d_functional"
+        and node.target != WAIT
+    )
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node of a traced graph waits for a collective."""
+    return node.op == "call_function" and node.target == WAIT
+
+
+def group_of(node: fx.Node) -> str:
+    """Name of the process group of a collective node; it is the last argument."""
+    return str(node.args[-1])

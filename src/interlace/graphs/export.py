@@ -1,0 +1,158 @@
+"""Export a traced graph as an OpGraph, the torch-free form that planners read."""
+
+import operator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from interlace.errors import InputError
+from interlace.graphs.collectives import ISSUE, group_of, is_collective, is_wait
+from interlace.graphs.trace import VIEWS, StrandGraph
+from interlace.ir.graph import COMPUTE_LANE, GraphInput, Kind, Operator, OpGraph
+
+aten = torch.ops.aten
+_KINDS = {
+    Kind.MATMUL: {"mm", "addmm", "addmm_", "bmm", "baddbmm"},
+    Kind.EMBEDDING: {"embedding", "embedding_dense_backward"},
+    Kind.REDUCTION: {"sum", "mean", "amax", "max", "_log_softmax", "_softmax", "var_mean"},
+    Kind.MEMORY: {"cat", "clone", "_to_copy", "index_put", "gather", "copy", "zeros_like"},
+    Kind.ACCUMULATE: {"add_"},
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+
+
+def is_free(node: fx.Node) -> bool:
+    """Nodes that a planner does not see: inputs, views, tuple look-ups and waits."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    return node.target in VIEWS or node.target is operator.getitem or is_wait(node)
+
+
+def export(strand: StrandGraph, axis_of_group: dict[str, str]) -> OpGraph:
+    """The OpGraph of a strand. `axis_of_group` names the mesh axis of each process group.
+
+    Raises InputError for a collective on a group that belongs to no mesh axis.
+    """
+    behind: dict[fx.Node, tuple[frozenset[str], frozenset[str]]] = {}
+    operators = []
+    for node in strand.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            behind[node] = (frozenset(), frozenset({node.name}))
+            continue
+        inputs = frozenset().union(*(behind[n][0] for n in node.all_input_nodes))
+        reads = frozenset().union(*(behind[n][1] for n in node.all_input_nodes))
+        if is_free(node):
+            behind[node] = (inputs, reads)
+            continue
+        operators.append(_operator(node, inputs, reads, axis_of_group))
+        behind[node] = (frozenset({node.name}), frozenset())
+    outputs = frozenset().union(*(behind[node][0] for node in strand.outputs))
+    return OpGraph(
+        name=strand.name,
+        operators=tuple(operators),
+        inputs=tuple(
+            GraphInput(n.name, strand.bindings[n.name].role, _bytes(n.meta.get("val")))
+            for n in strand.graph.nodes
+            if n.op == "placeholder"
+        ),
+        outputs=tuple(op.id for op in operators if op.id in outputs),
+    )
+
+
+def _operator(
+    node: fx.Node, inputs: frozenset[str], reads: frozenset[str], axis_of_group: dict[str, str]
+) -> Operator:
+    arguments = [n.meta.get("val") for n in node.all_input_nodes]
+    kind, lane = _kind(node), COMPUTE_LANE
+    if is_collective(node):
+        group = group_of(node)
+        if group not in axis_of_group:
+            raise InputError(
+                f"collective {node.name!r} runs on process group {group!r}, which belongs to no "
+                f"mesh axis",
+                hint="build the model on the mesh that is given to the trace",
+            )
+        lane = axis_of_group[group]
+    target = str(node.target)
+    in_place = target.split(".")[1].endswith("_")
+    return Operator(
+        id=node.name,
+        kind=kind,
+        target=target,
+        lane=lane,
+        inputs=tuple(sorted(inputs)),
+        reads=tuple(sorted(reads)),
+        key=f"{target} {' '.join(_shape(value) for value in arguments)} {lane}".strip(),
+        bytes_in=sum(_bytes(value) for value in arguments),
+        bytes_out=0 if in_place else _bytes(node.meta.get("val")),
+        flops=_flops(node),
+    )
+
+
+def _kind(node: fx.Node) -> Kind:
+    if is_collective(node):
+        known = ISSUE.get(node.target)  # type: ignore[arg-type]
+        if known is None:
+            raise InputError(
+                f"collective {node.target} is not supported in a traced graph",
+                hint="known: " + ", ".join(sorted(str(target) for target in ISSUE)),
+            )
+        return known[1]
+    name = str(node.target).split(".")[1]
+    if "attention" in name:
+        return Kind.ATTENTION
+    if name in _KIND_OF:
+        return _KIND_OF[name]
+    tags = getattr(node.target, "tags", ())
+    return Kind.ELEMENTWISE if torch.Tag.pointwise in tags else Kind.OTHER
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _bytes(value: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in _tensors(value))
+
+
+def _shape(value: Any) -> str:
+    """`float32[128x256]`, with strides when the layout is not the plain one."""
+    texts = []
+    for tensor in _tensors(value):
+        sizes = "x".join(map(str, tensor.shape))
+        layout = "" if tensor.is_contiguous() else ":" + "x".join(map(str, tensor.stride()))
+        texts.append(f"{str(tensor.dtype).removeprefix('torch.')}[{sizes}{layout}]")
+    return ",".join(texts)
+
+
+def _flops(node: fx.Node) -> int:
+    """Multiplications and additions of matmuls and attention; 0 for everything else."""
+    packet = getattr(node.target, "overloadpacket", None)
+    name = str(node.target).split(".")[1]
+    if name == "addmm_":
+        _, a, b = (n.meta["val"] for n in node.all_input_nodes)
+        return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+    if "attention" in name:
+        return _attention_flops(node, backward="backward" in name)
+    if packet not in flop_registry:
+        return 0
+    values = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    return int(flop_registry[packet](*values, **node.kwargs, out_val=node.meta["val"]))
+
+
+def _attention_flops(node: fx.Node, *, backward: bool) -> int:
+    """Two matmuls forward, five backward, each 2 B H S S E; half of it when causal."""
+    query = node.args[1 if backward else 0]
+    assert isinstance(query, fx.Node)
+    *batch_heads, length, size = query.meta["val"].shape
+    causal = any(argument is True for argument in node.args)
+    return (5 if backward else 2) * 2 * prod(batch_heads) * length**2 * size // (1 + causal)

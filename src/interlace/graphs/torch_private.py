@@ -1,0 +1,129 @@
+"""Every private torch API that Interlace uses, in one place. Tested with torch 2.11 to 2.13.
+
+    torch._dynamo.functional_export.dynamo_graph_capture_for_export   module -> fx module, no guards
+    torch._functorch.aot_autograd.aot_export_joint_with_descriptors   forward + backward in one graph
+    torch._functorch.partitioners.default_partition                   cut in two; saves, never recomputes
+    torch._functorch._aot_autograd.descriptors                        what each input and output is
+    torch.testing._internal.distributed.fake_pg.FakeStore             a world with no second process
+
+The exit stack given to the joint export must be closed before anything real runs: until then its
+fake mode is active. A DTensor input becomes two placeholders, its local tensor and its mesh.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.partitioners import default_partition
+from torch.distributed.tensor import Placement
+
+
+@dataclass(frozen=True)
+class InputOf:
+    """What a placeholder stands for."""
+
+    role: str
+    """`parameter`, `buffer`, `batch`, `tangent`, `mesh` or `saved`."""
+    target: str
+    """Qualified name of the parameter or buffer, index of the batch input, or empty."""
+
+
+@dataclass(frozen=True)
+class GradientOf:
+    """What a backward output stands for."""
+
+    parameter: str
+    placements: tuple[Placement, ...] | None
+    """Layout of the gradient if the parameter is a DTensor; may be partial."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A captured chunk, cut into forward and backward."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    gradients: tuple[GradientOf | None, ...]
+    """Per backward output; None for outputs that are no gradient (meshes, absent gradients)."""
+
+
+def capture(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Joint:
+    """Trace `module(*example_inputs) -> scalar loss`. No collective runs, no memory is touched
+    when the module holds fake tensors."""
+    captured: Any = dynamo_graph_capture_for_export(module)(*example_inputs)
+    stack = ExitStack()
+    try:
+        joint = aot_export_joint_with_descriptors(stack, captured, example_inputs)
+        forward, backward = default_partition(joint.graph_module, [], num_fwd_outputs=1)
+    finally:
+        stack.close()
+    return Joint(forward, backward, _gradients(joint, backward))
+
+
+def _gradients(joint: Any, backward: fx.GraphModule) -> tuple[GradientOf | None, ...]:
+    output = next(n for n in backward.graph.nodes if n.op == "output")
+    subclass_meta = joint._aot_graph_capture.maybe_subclass_meta  # None without DTensors
+    layouts = {}
+    for meta in getattr(subclass_meta, "grad_input_metas", None) or ():
+        start = getattr(meta, "flat_tensor_start_idx", None)
+        if start is not None:
+            layouts[start] = tuple(meta.original_subclass.placements)
+    found: list[GradientOf | None] = []
+    for index, desc in enumerate(output.meta["desc"]):
+        local = isinstance(desc, SubclassGetAttrAOTOutput)
+        base = desc.base if local else desc
+        is_gradient = isinstance(base, GradAOTOutput) and isinstance(base.grad_of, ParamAOTInput)
+        if not is_gradient or (local and desc.attr != "_local_tensor"):
+            found.append(None)
+        else:
+            found.append(GradientOf(base.grad_of.target, layouts.get(index) if local else None))
+    return tuple(found)
+
+
+def input_of(placeholder: fx.Node) -> InputOf:
+    """What a placeholder of a captured graph stands for."""
+    desc = placeholder.meta.get("desc")
+    if isinstance(desc, SubclassGetAttrAOTInput):
+        if desc.attr != "_local_tensor":
+            return InputOf("mesh", "")
+        desc = desc.base
+    if isinstance(desc, ParamAOTInput):
+        return InputOf("parameter", desc.target)
+    if isinstance(desc, BufferAOTInput):
+        return InputOf("buffer", desc.target)
+    if isinstance(desc, PlainAOTInput):
+        return InputOf("batch", str(desc.idx))
+    if isinstance(desc, TangentAOTInput):
+        return InputOf("tangent", "")
+    return InputOf("saved", placeholder.name)
+
+
+def init_fake_world(world_size: int) -> None:
+    """A process group of `world_size` ranks with no other process; collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+def fake_tensor_mode() -> Any:
+    """A mode under which tensors have shapes and no memory."""
+    return torch._subclasses.fake_tensor.FakeTensorMode()
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group that a traced collective names."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

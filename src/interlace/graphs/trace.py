@@ -1,0 +1,220 @@
+"""Trace a rank's chunk of the model into a forward and a backward graph.
+
+Nothing is rewritten here: the graphs hold the operators that eager autograd would run. Only
+nodes that compute nothing are dropped (detach, reshapes to the same shape, double transposes).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import Placement
+
+from interlace.errors import InputError
+from interlace.graphs.torch_private import Joint, capture, input_of
+
+aten = torch.ops.aten
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.alias.default,
+        aten.detach.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where an input of a graph comes from at run time."""
+
+    role: str
+    """`parameter`, `buffer`, `batch`, `saved`, `tangent`, `gradient` or `mesh`."""
+    target: str
+    """Qualified parameter or buffer name, batch index, or name of the saved value."""
+
+
+@dataclass(frozen=True)
+class StrandGraph:
+    """One direction of a chunk: an fx graph, what its inputs are, what its outputs are."""
+
+    name: str
+    module: fx.GraphModule
+    bindings: dict[str, Binding]
+    """By placeholder name."""
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph itself."""
+        return self.module.graph
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """Output nodes: loss and saved values forward, gradients backward."""
+        return tuple(output_node(self.graph).args[0])  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ChunkGraphs:
+    """Forward and backward of one chunk on one rank."""
+
+    forward: StrandGraph
+    """Outputs: the loss, then the values in `saved`."""
+    backward: StrandGraph
+    """Outputs: the gradients of `parameters`, in that order."""
+    saved: tuple[str, ...]
+    parameters: tuple[str, ...]
+    placements: dict[str, tuple[Placement, ...] | None]
+    """Layout of each parameter's gradient, None for plain tensors."""
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    """The one output node of a graph."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def trace_chunk(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> ChunkGraphs:
+    """Trace `module(*example_inputs) -> scalar loss` on this rank.
+
+    Raises InputError naming what could not be traced.
+    """
+    try:
+        joint = capture(module, example_inputs)
+    except Exception as error:  # dynamo raises many types; the text names the line of the module
+        raise InputError(
+            f"{type(module).__name__} cannot be traced: {type(error).__name__}: {error}",
+            hint="remove data-dependent control flow from its forward, or use strands = eager",
+        ) from error
+    return _bind(joint)
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Drop nodes that only rename a value; node order and arithmetic stay."""
+    for node in list(graph.nodes):
+        source = _same_value(node)
+        if source is not None:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _same_value(node: fx.Node) -> fx.Node | None:
+    if node.op != "call_function" or not node.all_input_nodes:
+        return None
+    source = node.all_input_nodes[0]
+    if node.target in (aten.detach.default, aten.alias.default):
+        return source
+    reshapes = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+    if node.target in reshapes and node.meta["val"].shape == source.meta["val"].shape:
+        return source
+    if node.target == aten.t.default and source.target == aten.t.default:
+        return source.all_input_nodes[0]
+    return None
+
+
+def _bind(joint: Joint) -> ChunkGraphs:
+    forward, backward = joint.forward.graph, joint.backward.graph
+    names = [node.name if node else "" for node in output_node(forward).args[0]]  # type: ignore[union-attr]
+    _simplify(forward)
+    _simplify(backward)
+    values = dict(zip(names, output_node(forward).args[0], strict=True))  # type: ignore[arg-type]
+    loss = values[names[0]]
+    gradients = {
+        gradient.parameter: (node, gradient.placements)
+        for node, gradient in zip(output_node(backward).args[0], joint.gradients, strict=True)  # type: ignore[arg-type]
+        if gradient is not None and isinstance(node, fx.Node)
+    }
+    _set_outputs(backward, [node for node, _ in gradients.values()])
+    _share_saved(backward, values)
+    _copy_parameter_views(backward, values)
+    _drop_unused_inputs(backward)
+
+    bindings = {n.name: _binding(n) for n in backward.nodes if n.op == "placeholder"}
+    saved = tuple(name for name, binding in bindings.items() if binding.role == "saved")
+    _set_outputs(forward, [loss, *(values[name] for name in saved)])
+    _drop_unused_inputs(forward)
+    return ChunkGraphs(
+        forward=StrandGraph(
+            "forward",
+            joint.forward,
+            {n.name: _binding(n) for n in forward.nodes if n.op == "placeholder"},
+        ),
+        backward=StrandGraph("backward", joint.backward, bindings),
+        saved=saved,
+        parameters=tuple(gradients),
+        placements={name: placements for name, (_, placements) in gradients.items()},
+    )
+
+
+def _share_saved(backward: fx.Graph, values: dict[str, fx.Node]) -> None:
+    """One placeholder per saved value: simplifying made some names stand for the same one."""
+    first: dict[fx.Node, fx.Node] = {}
+    for node in list(backward.nodes):
+        if node.op != "placeholder" or node.name not in values:
+            continue
+        value = values[node.name]
+        if value in first:
+            node.replace_all_uses_with(first[value])
+        first.setdefault(value, node)
+
+
+def _binding(placeholder: fx.Node) -> Binding:
+    source = input_of(placeholder)
+    return Binding(source.role, source.target)
+
+
+def _set_outputs(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    output = output_node(graph)
+    output.args = (tuple(nodes),)
+    output.meta.pop("desc", None)
+    graph.eliminate_dead_code()
+
+
+def _drop_unused_inputs(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            graph.erase_node(node)
+
+
+def _copy_parameter_views(backward: fx.Graph, values: dict[str, fx.Node]) -> None:
+    """Views of parameters are taken again in the backward graph instead of being saved."""
+    placeholders = {n.name: n for n in backward.nodes if n.op == "placeholder"}
+    body = next(n for n in backward.nodes if n.op != "placeholder")
+    for name, placeholder in list(placeholders.items()):
+        chain = _view_chain(values.get(name))
+        if not chain:
+            continue
+        root = placeholders.get(chain[0].name)
+        if root is None:
+            with backward.inserting_before(placeholder):
+                root = backward.placeholder(chain[0].name)
+            root.meta = dict(chain[0].meta)
+            placeholders[chain[0].name] = root
+        current = root
+        with backward.inserting_before(body):
+            for step in chain[1:]:
+                mapping = {step.all_input_nodes[0]: current}
+                current = backward.node_copy(step, lambda n, m=mapping: m[n])
+        placeholder.replace_all_uses_with(current)
+
+
+def _view_chain(node: fx.Node | None) -> list[fx.Node]:
+    """[parameter placeholder, view, ..., node] if node is a chain of views, else []."""
+    chain: list[fx.Node] = []
+    while node is not None and node.op == "call_function" and node.target in VIEWS:
+        if len(node.all_input_nodes) != 1:
+            return []
+        chain.append(node)
+        node = node.all_input_nodes[0]
+    if not chain or node is None or node.op != "placeholder":
+        return []
+    return [node, *reversed(chain)] if input_of(node).role == "parameter" else []

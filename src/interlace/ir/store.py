@@ -1,0 +1,60 @@
+"""Graphs, cost tables and timelines as JSON files, read strictly.
+
+A file that lacks a field, has one too many or holds a wrong type is an InputError that names the
+file and the place in it.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cattrs
+
+from interlace.errors import InputError
+
+T = TypeVar("T")
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    converter.register_structure_hook(Mapping[str, int], lambda value, _: dict(value))
+    return converter
+
+
+def dumps(value: object) -> str:
+    """A dataclass as one line of JSON."""
+    return json.dumps(_converter().unstructure(value), separators=(",", ":"))
+
+
+def loads(text: str, type_: type[T], where: str) -> T:
+    """A dataclass from JSON. Raises InputError that names `where` and the place in it."""
+    try:
+        data: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where} is not valid JSON: {error}") from error
+    try:
+        return _converter().structure(data, type_)
+    except Exception as error:  # cattrs raises groups of many types
+        reasons = "; ".join(cattrs.transform_error(error))
+        raise InputError(
+            f"{where} is not a valid {type_.__name__}: {reasons}",
+            hint="write it again with this version of interlace",
+        ) from error
+
+
+def save(value: object, path: Path) -> None:
+    """Write a dataclass as JSON; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(dumps(value), encoding="utf-8")
+    temporary.replace(path)
+
+
+def load(path: Path, type_: type[T]) -> T:
+    """Read a dataclass written by `save`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    return loads(text, type_, str(path))

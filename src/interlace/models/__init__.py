@@ -1,0 +1,37 @@
+"""Plain single-device models, one file each, found by name.
+
+A model file defines `build(config, vocab_size) -> nn.Module` and `TENSOR_PLAN`, the role of each
+of its sub-modules under tensor + sequence parallelism (roles: `interlace.parallel.tensor`).
+A model maps tokens [batch, sequence] to logits [sequence, batch, vocabulary]: the residual stream
+is sequence-first, so that a sequence-parallel gather is one contiguous copy.
+"""
+
+import importlib
+import pkgutil
+from typing import Protocol, cast
+
+from torch import nn
+
+from interlace.config import ModelConfig
+from interlace.errors import InputError, nearest
+
+
+class ModelFile(Protocol):
+    """What a module of this package offers."""
+
+    TENSOR_PLAN: dict[str, str]
+
+    def build(self, config: ModelConfig, vocab_size: int, sequence_length: int) -> nn.Module:
+        """The model with freshly initialised weights from torch's global generator."""
+        ...
+
+
+def model_file(architecture: str) -> ModelFile:
+    """The model file of that name. Raises InputError for an unknown one."""
+    known = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "loss"]
+    if architecture not in known:
+        raise InputError(
+            f"model.architecture = {architecture!r} is not a known model",
+            hint=nearest(architecture, known),
+        )
+    return cast("ModelFile", importlib.import_module(f"{__name__}.{architecture}"))

@@ -1,0 +1,1 @@
+"""How a plain model is laid out over ranks: device meshes and DTensor plans."""

@@ -1,0 +1,1 @@
+"""Running plans on real processes: executor, recorder, agreement, watchdog, local launch."""

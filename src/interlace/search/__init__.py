@@ -1,0 +1,1 @@
+"""Searches: a graph and costs in, an issue order out. Torch-free."""
