@@ -103,12 +103,17 @@ def _kind(node: fx.Node) -> Kind:
                 hint="known: " + ", ".join(sorted(str(target) for target in ISSUE)),
             )
         return known[1]
-    name = str(node.target).split(".")[1]
+    return kind_of_target(node.target)
+
+
+def kind_of_target(target: Any) -> Kind:
+    """The kind of a compute operator, from its name and tags."""
+    name = str(target).split(".")[1]
     if "attention" in name:
         return Kind.ATTENTION
     if name in _KIND_OF:
         return _KIND_OF[name]
-    tags = getattr(node.target, "tags", ())
+    tags = getattr(target, "tags", ())
     return Kind.ELEMENTWISE if torch.Tag.pointwise in tags else Kind.OTHER
 
 

@@ -6,7 +6,6 @@ where its numbers come from; a planner never mixes sources.
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interlace.errors import InputError
@@ -17,7 +16,7 @@ from interlace.ir.graph import OpGraph
 class CostTable:
     """Solo times by operator key."""
 
-    solo_ns: Mapping[str, int]
+    solo_ns: dict[str, int]
     source: str
     """`profile` or the name of the model that gave the times."""
     issue_ns: int = 0

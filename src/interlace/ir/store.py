@@ -5,7 +5,6 @@ file and the place in it.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,9 +16,7 @@ T = TypeVar("T")
 
 
 def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    converter.register_structure_hook(Mapping[str, int], lambda value, _: dict(value))
-    return converter
+    return cattrs.Converter(forbid_extra_keys=True)
 
 
 def dumps(value: object) -> str:

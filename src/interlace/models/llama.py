@@ -38,8 +38,9 @@ class Rotary(nn.Module):
         super().__init__()
         exponent = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
         angle = torch.outer(torch.arange(sequence_length, dtype=torch.float64), theta**-exponent)
-        self.register_buffer("cos", angle.cos().float()[:, None, None, :], persistent=False)
-        self.register_buffer("sin", angle.sin().float()[:, None, None, :], persistent=False)
+        angle = angle[:, None, None, :]
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def forward(self, x_SBHE: Tensor) -> Tensor:
         """Same shape and dtype; the rotation itself is done in float32."""

@@ -13,6 +13,7 @@ are whole and the weights are split. Roles:
 """
 
 import fnmatch
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -90,9 +91,26 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, st
                 setattr(owner, child, VocabularyEmbedding(module, mesh))
             else:
                 parallelize_module(module, mesh, styles[role], src_data_rank=None)
+    _own_storage(model)
     for first, second in tied:
         owner, _, attribute = second.rpartition(".")
         setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+
+
+def _own_storage(model: nn.Module) -> None:
+    """Give each rank's part a storage of its own: a slice of rows would keep the whole weight."""
+    for owner in model.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor):
+                continue
+            part = parameter.to_local().detach()
+            if part.untyped_storage().nbytes() == part.numel() * part.element_size():
+                continue
+            whole = DTensor.from_local(
+                part.clone(), parameter.device_mesh, parameter.placements,
+                run_check=False, shape=parameter.shape, stride=parameter.stride(),
+            )  # fmt: skip
+            setattr(owner, name, nn.Parameter(whole))
 
 
 def _tied_pairs(model: nn.Module) -> list[tuple[str, str]]:
@@ -111,14 +129,14 @@ def loss_context(mesh: DeviceMesh) -> AbstractContextManager[None]:
     return loss_parallel() if mesh.size() > 1 else nullcontext()
 
 
-def finish_gradients(model: nn.Module) -> None:
+def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Bring every gradient to its parameter's layout, once per step.
 
     Gradients of norms are partial sums over the sequence: all partial gradients of one mesh
     are summed in a single all-reduce, since each is a few kilobytes and latency dominates.
     """
     partial: dict[DeviceMesh, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in parameters:
         gradient = parameter.grad
         if not isinstance(gradient, DTensor) or gradient.placements == parameter.placements:
             continue
@@ -127,13 +145,13 @@ def finish_gradients(model: nn.Module) -> None:
             partial.setdefault(gradient.device_mesh, []).append(parameter)
         else:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
-    for mesh, parameters in partial.items():
-        locals_ = [parameter.grad.to_local() for parameter in parameters]
+    for mesh, owners in partial.items():
+        locals_ = [owner.grad.to_local() for owner in owners]
         flat = torch.cat([gradient.flatten() for gradient in locals_])
         total = DTensor.from_local(flat, mesh, [Partial()] * mesh.ndim, run_check=False)
         summed = total.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
         pieces = summed.split([gradient.numel() for gradient in locals_])
-        for parameter, gradient, piece in zip(parameters, locals_, pieces, strict=True):
-            parameter.grad = DTensor.from_local(
-                piece.view_as(gradient), mesh, parameter.placements, run_check=False
+        for owner, gradient, piece in zip(owners, locals_, pieces, strict=True):
+            owner.grad = DTensor.from_local(
+                piece.view_as(gradient), mesh, owner.placements, run_check=False
             )

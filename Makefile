@@ -1,0 +1,45 @@
+# Every target makes what it needs and does nothing twice. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint bench gpu-check reference
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+setup: $(READY) ## make .venv with everything that development needs
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PYTHON) is older than 3.11"; echo "hint: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . --group dev
+	@touch $@
+
+demo: $(READY) ## train on real text with two strands, compare with plain PyTorch, draw the picture
+	$(BIN)/python scripts/demo.py
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+check: lint ## before each commit: lint, types, layers, fast tests
+	$(BIN)/python -m pytest -q tests/pure tests/oracle
+
+test: lint ## everything that continuous integration runs
+	$(BIN)/python -m pytest
+
+bench: $(READY) ## the measured claims of the README, written to bench/results/
+	$(BIN)/interlace bench strands --json bench/results/cpu/strands.json
+
+gpu-check: ## on a CUDA machine, with plain python3: GPU tests and benches; elsewhere says so
+	$(PYTHON) scripts/gpu_check.py
+
+reference: $(READY) ## write docs/reference again
+	$(BIN)/python scripts/write_reference.py

@@ -1,0 +1,73 @@
+"""The form of every bench result: rows, the environment, a table, a JSON file."""
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import interlace
+from interlace.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One comparison. `ratio` is above 1 when ours is better, unless the metric says otherwise."""
+
+    case: str
+    metric: str
+    ours: float
+    baseline: float
+    ratio: float
+    spread: tuple[float, float]
+    """Smallest and largest ratio over repeats."""
+
+
+def speedup(case: str, metric: str, ours: Sequence[float], baseline: Sequence[float]) -> Row:
+    """A row from paired times: pair i of both lists ran next to each other."""
+    ratios = [b / o for o, b in zip(ours, baseline, strict=True)]
+    return Row(
+        case=case,
+        metric=metric,
+        ours=median(ours),
+        baseline=median(baseline),
+        ratio=median(ratios),
+        spread=(min(ratios), max(ratios)),
+    )
+
+
+def environment(link: str) -> dict[str, str | int]:
+    """Where and when the figures were measured."""
+    return {
+        "interlace": interlace.__version__,
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "cores": os.cpu_count() or 0,
+        "system": f"{platform.system()} {platform.release()}",
+        "link": link,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def write_json(path: Path, bench: str, where: dict[str, str | int], rows: Sequence[Row]) -> None:
+    """Write the result file. Raises InputError if the path cannot be written."""
+    content = {"bench": bench, "environment": where, "rows": [asdict(row) for row in rows]}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,74 @@
+"""The commands and their options. Each command's module is imported only when it runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cyclopts import App
+from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
+
+from interlace import __version__
+from interlace.cli.console import report_errors
+from interlace.cli.options import read_run_file
+from interlace.errors import InputError
+
+
+def build_app() -> App:
+    """The command line as a cyclopts App; calling it returns the exit code."""
+    app = App(
+        name="interlace",
+        help="Hide communication in distributed LLM training.",
+        version=__version__,
+        version_flags=["--version"],
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    app.command(
+        "interlace.cli.train:train",
+        name="train",
+        help="Train a model on local processes, or as one rank of a torchrun or SLURM job.",
+        config=read_run_file,
+    )
+    app.command(
+        "interlace.cli.plan:plan",
+        name="plan",
+        help="Find the order of operators for a run without training, and print it.",
+        config=read_run_file,
+    )
+    app.command(
+        "interlace.cli.bench:bench", name="bench", help="Measure one claim; without a name, list."
+    )
+    lab = App(name="lab", help="Hosts with slow links, made of network namespaces.")
+    lab.command("interlace.cli.lab:run", name="run", help="Run a command on every rank of a lab.")
+    lab.command("interlace.cli.lab:clean", name="clean", help="Remove what killed labs left.")
+    app.command(lab)
+    app.command(
+        "interlace.cli.report:report", name="report", help="Write the report of a finished run."
+    )
+    return app
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse the arguments, run the command they name, and return the exit code."""
+    ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    verbose = "-v" in ours or "--verbose" in ours
+    return report_errors(lambda: _call(build_app(), arguments), verbose=verbose)
+
+
+def _call(app: App, arguments: Sequence[str]) -> int:
+    try:
+        result: Any = app(list(arguments), exit_on_error=False, print_error=False, verbose=False)
+    except CycloptsError as error:
+        raise _input_error(error, arguments) from error
+    return result or 0
+
+
+def _input_error(error: CycloptsError, arguments: Sequence[str]) -> InputError:
+    """cyclopts' message, split into what is wrong and what was probably meant."""
+    message, suggests, suggestion = str(error).partition(" Did you mean ")
+    command = " ".join(["interlace", *(error.command_chain or ())])
+    hint = f"{command} --help lists what there is"
+    if suggests:
+        hint = f"did you mean {suggestion}"
+    elif isinstance(error, UnusedCliTokensError):
+        hint = "options that are on or off take no word: --name, --name=false"
+    return InputError(message.strip(), hint=hint)

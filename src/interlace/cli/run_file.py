@@ -1,0 +1,201 @@
+"""Run files: TOML to RunConfig, strictly, and back.
+
+A wrong key or type is an InputError that names where it was written (file or flag), the key, the
+value and what was expected. Nothing here needs more than the standard library until a file is
+written.
+"""
+
+import contextlib
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import interlace.presets
+from interlace.config import RunConfig
+from interlace.errors import InputError, nearest
+
+_NO_OVERRIDES: Mapping[str, str] = MappingProxyType({})
+_EXPECTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text in quotes",
+}
+
+
+def load_run_config(path: str, overrides: Mapping[str, str] = _NO_OVERRIDES) -> RunConfig:
+    """Read a TOML file, or a preset by name, and put dotted `overrides` (as text) on top.
+
+    Raises InputError for anything that cannot be read or is not a field of RunConfig. Values that
+    have the right type but make no sense are left to `interlace.config.check`.
+    """
+    file = find_run_file(path)
+    written = _structure(_read_toml(file), RunConfig, prefix="", where=str(file))
+    given = _structure(_nest(overrides), RunConfig, prefix="", where="command line", text=True)
+    return _build(RunConfig, _merge(written, given))
+
+
+def save_run_config(config: RunConfig, path: Path) -> None:
+    """Write every field as TOML, so that `load_run_config` gives the same configuration again."""
+    import tomli_w  # noqa: PLC0415  not on machines that only read run files
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(config.as_dict()), encoding="utf-8")
+
+
+def preset_files() -> dict[str, Path]:
+    """Run files that come with the package, by name."""
+    folder = Path(interlace.presets.__path__[0]) / "runs"
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def find_run_file(path: str) -> Path:
+    """The file that `path` means: itself if it exists, else the preset of that name."""
+    file, presets = Path(path), preset_files()
+    if file.is_file():
+        return file
+    if path in presets:
+        return presets[path]
+    if file.exists():
+        raise InputError(f"{path} is not a file", hint="give the path of a TOML run file")
+    if file.suffix == ".toml" or file.name != path:
+        raise InputError(
+            f"there is no run file {path}",
+            hint="give a TOML file, or a preset: " + ", ".join(presets),
+        )
+    raise InputError(f"there is no run file or preset {path!r}", hint=nearest(path, presets))
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text", hint="save it as UTF-8") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _toml_error(file, text, str(error)) from error
+
+
+def _toml_error(file: Path, text: str, reason: str) -> InputError:
+    """tomllib says `reason (at line 3, column 5)`; show that line, and name the repeated key."""
+    found = re.search(r" \(at line (\d+), column \d+\)$", reason)
+    number = int(found[1]) if found else len(text.splitlines())
+    line = (text.splitlines() or [""])[min(number, len(text.splitlines())) - 1].strip()
+    what = reason[: found.start()] if found else reason.replace(" (at end of document)", "")
+    hint = "text needs quotes, and a table starts with [name]"
+    if what.startswith(("Cannot overwrite", "Cannot declare")):
+        what, hint = "this key or table was given before", "remove one of the two"
+    return InputError(f"{file}, line {number}: {what}: {line}", hint=hint)
+
+
+def _structure(
+    data: Any, type_: Any, *, prefix: str, where: str, text: bool = False
+) -> dict[str, Any]:
+    """Check a parsed table against a dataclass; return its converted values, nested likewise.
+
+    With `text`, the values are words of the command line.
+    """
+    if not isinstance(data, dict):
+        name = prefix.rstrip(".")
+        raise InputError(
+            f"{where}: {name} = {data!r} must be a table",
+            hint=f"write [{name}] and below it keys such as {fields(type_)[0].name}",
+        )
+    types = get_type_hints(type_)
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        name, kind = prefix + key, types.get(key)
+        if kind is None:
+            raise InputError(f"{where}: unknown key {name}", hint=_known(key, prefix, types))
+        if is_dataclass(kind):
+            values[key] = _structure(value, kind, prefix=f"{name}.", where=where, text=text)
+            continue
+        try:
+            values[key] = _convert(_parse_text(value, kind) if text else value, kind)
+        except TypeError as error:
+            raise InputError(
+                f"{where}: {name} = {value!r} must be {error}",
+                hint=f"as in {name} = {json.dumps(getattr(type_(), key))}",
+            ) from error
+    return values
+
+
+def _known(key: str, prefix: str, types: Mapping[str, Any]) -> str:
+    """The nearest valid name; a key written in the wrong table is sent to the right one."""
+    tables = get_type_hints(RunConfig)
+    homes = [
+        f"{table}.{key}"
+        for table, kind in tables.items()
+        if is_dataclass(kind) and key in get_type_hints(kind)
+    ]
+    if homes:
+        return "did you mean " + " or ".join(homes) + "?"
+    return nearest(prefix + key, [prefix + name for name in types])
+
+
+def _convert(value: Any, type_: Any) -> Any:
+    """`value` as `type_`, without guessing: 8.0 is no whole number, and "8" is text.
+
+    Raises TypeError with what was expected.
+    """
+    if get_origin(type_) is Literal:
+        if type(value) in (str, int) and str(value) in get_args(type_):
+            return str(value)
+        raise TypeError("one of " + ", ".join(map(json.dumps, get_args(type_))))
+    if get_origin(type_) is tuple:
+        if not isinstance(value, list):
+            raise TypeError("a list")
+        return tuple(_convert(each, get_args(type_)[0]) for each in value)
+    if type_ is float and type(value) is int:
+        return float(value)
+    if type(value) is not type_:
+        raise TypeError(_EXPECTED[type_])
+    return value
+
+
+def _parse_text(text: str, type_: Any) -> Any:
+    """What TOML would have given; text that does not parse stays text, for `_convert` to refuse."""
+    if type_ is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if get_origin(type_) is tuple:
+        return [each.strip() for each in text.split(",")]
+    if type_ in (int, float):
+        with contextlib.suppress(ValueError):
+            return type_(text)
+    return text
+
+
+def _nest(overrides: Mapping[str, str]) -> dict[str, Any]:
+    """{"train.steps": "3"} as {"train": {"steps": "3"}}."""
+    nested: dict[str, Any] = {}
+    for key, text in overrides.items():
+        *tables, name = key.split(".")
+        inner = nested
+        for table in tables:
+            inner = inner.setdefault(table, {})
+        inner[name] = text
+    return nested
+
+
+def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """`lower` with the values of `upper` on top, table by table."""
+    for key, value in upper.items():
+        lower[key] = _merge(lower.get(key, {}), value) if isinstance(value, dict) else value
+    return lower
+
+
+def _build(type_: Any, values: Mapping[str, Any]) -> Any:
+    types = get_type_hints(type_)
+    built = {
+        key: _build(types[key], value) if is_dataclass(types[key]) else value
+        for key, value in values.items()
+    }
+    return type_(**built)

@@ -1,0 +1,1 @@
+"""Shipped run files, found by name: `interlace train demo`."""

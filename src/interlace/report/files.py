@@ -1,0 +1,19 @@
+"""Writing a file of the report so that it appears whole or not at all."""
+
+from pathlib import Path
+
+from interlace.errors import RunError
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `content` to `path`, making its folder. Raises RunError when the disk refuses."""
+    temporary = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}",
+            hint="free some space, or name another file with --output",
+        ) from error

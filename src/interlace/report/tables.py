@@ -1,0 +1,185 @@
+"""Tables and lines for the terminal: plain text, aligned, without any dependency.
+
+Trainers on bare GPU machines print these too, so nothing here needs more than the standard library.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from interlace.ir.timeline import Timeline
+
+MODE_NAMES = {"eager": "PyTorch eager", "1": "one strand", "2": "two strands, interlaced"}
+"""What people read for each way of running a step."""
+MODE_ORDER = ("eager", "1", "2")
+_NS_PER_MS = 1e6
+_FIRST_TEXT_COLUMNS = 2
+
+
+def milliseconds(time_ns: float) -> str:
+    """`0.03`, `4.2`, `812` or `1,801`: milliseconds with three digits or so, without the unit."""
+    return number(time_ns / _NS_PER_MS)
+
+
+def number(value: float) -> str:
+    """A number with about three significant digits and thousands separated."""
+    size = abs(value)
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2
+    return f"{value:,.{digits}f}"
+
+
+def percent(fraction: float) -> str:
+    """`3.2 %`."""
+    return f"{100 * fraction:.1f} %"
+
+
+def size(count_bytes: int) -> str:
+    """Bytes in the largest binary unit that leaves at least 1: `64.0 KiB`."""
+    value, units = float(count_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:,.1f} {units[0]}"
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
+    """Columns padded to equal width; the first `text_columns` to the left, the rest right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    rule = ["-" * width for width in widths]
+    lines = []
+    for row in [header, rule, *rows]:
+        cells = [
+            cell.ljust(width) if i < text_columns else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+COLLECTIVE_HEADER = (
+    "collective",
+    "lane",
+    "count",
+    "bytes",
+    "busy ms",
+    "hidden ms",
+    "exposed ms",
+    "hidden",
+)
+
+
+def collective_cells(timeline: Timeline) -> list[tuple[str, ...]]:
+    """One row of text per kind and lane, as under COLLECTIVE_HEADER, then the sum of all."""
+    rows = timeline.collective_rows()
+    cells = []
+    for row in rows:
+        hidden = row.hidden_ns / row.busy_ns if row.busy_ns else 1.0
+        times = (row.busy_ns, row.hidden_ns, row.exposed_ns)
+        cells.append(
+            (
+                row.kind.replace("_", "-"),
+                row.lane,
+                f"{row.count:,}",
+                size(row.bytes),
+                *map(milliseconds, times),
+                percent(hidden),
+            )
+        )
+    busy, exposed = timeline.communication_ns(), timeline.exposed_ns()
+    cells.append(
+        (
+            "all",
+            "",
+            f"{sum(row.count for row in rows):,}",
+            size(sum(row.bytes for row in rows)),
+            *map(milliseconds, (busy, max(0, busy - exposed), exposed)),
+            percent(timeline.hidden_fraction()),
+        )
+    )
+    return cells
+
+
+def collective_table(timeline: Timeline) -> str:
+    """A step's collectives as text: count, bytes, busy, hidden and exposed time per kind."""
+    if not timeline.collectives:
+        return "no collectives were recorded"
+    return aligned(COLLECTIVE_HEADER, collective_cells(timeline), text_columns=2)
+
+
+def bench_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of a bench (`case`, `metric`, `ours`, `baseline`, `ratio`, `spread`) as text."""
+    header = ("case", "metric", "ours", "baseline", "ratio", "spread")
+    cells = [
+        (
+            str(row["case"]),
+            str(row["metric"]),
+            _optional(row["ours"]),
+            _optional(row["baseline"]),
+            _optional(row["ratio"]),
+            "-" if row["spread"] is None else " to ".join(map(_optional, row["spread"])),
+        )
+        for row in rows
+    ]
+    return aligned(header, cells, text_columns=_FIRST_TEXT_COLUMNS) if cells else "no rows"
+
+
+def _optional(value: float | None) -> str:
+    return "-" if value is None else number(value)
+
+
+def ordered_modes(modes: Mapping[str, Any]) -> list[str]:
+    """Modes from what a user has today to what interlace does; others after them."""
+    known = [mode for mode in MODE_ORDER if mode in modes]
+    return known + sorted(set(modes) - set(known))
+
+
+def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
+    """What a comparison of ways to run showed: step times, identity of losses, gain.
+
+    `comparison` is the content of comparison.json; what was not measured is said to be so.
+    """
+    modes = comparison["modes"]
+    names = ordered_modes(modes)
+    lines = [
+        f"{comparison['steps']} steps of {comparison['micro_batches']} micro-batches per way, "
+        f"taken in turn, on {comparison['link']}",
+        "",
+    ]
+    rows = [_step_time_cells(name, modes[name]) for name in names]
+    header = ("way of running", "step ms", "min to max", "CPU ms", "exposed ms", "hidden")
+    lines += [*aligned(header, rows, text_columns=1).splitlines(), ""]
+    lines.append(_identity_line(comparison))
+    difference = comparison.get("max_relative_difference_to_eager")
+    if difference is not None:
+        lines.append(f"largest relative difference of a loss to eager: {difference:.1e}")
+    hidden = modes.get("2", {}).get("hidden_fraction")
+    lines.append(f"hidden fraction: {percent(hidden) if hidden is not None else 'not recorded'}")
+    for key, name in (
+        ("speedup_vs_eager", "PyTorch eager"),
+        ("speedup_vs_one_strand", "one strand"),
+    ):
+        gain = comparison.get(key)
+        if gain is not None:
+            spread = f"{gain['min']:.2f}x to {gain['max']:.2f}x"
+            lines.append(f"speed-up over {name}: {gain['median']:.2f}x ({spread})")
+    return lines
+
+
+def _step_time_cells(name: str, mode: Mapping[str, Any]) -> tuple[str, ...]:
+    times, hidden, exposed = mode["step_ms"], mode.get("hidden_fraction"), mode.get("exposed_ms")
+    return (
+        MODE_NAMES.get(name, name),
+        number(median(times)),
+        f"{number(min(times))} to {number(max(times))}",
+        number(median(mode["cpu_ms"])) if mode.get("cpu_ms") else "-",
+        _optional(exposed),
+        "-" if hidden is None else percent(hidden),
+    )
+
+
+def _identity_line(comparison: Mapping[str, Any]) -> str:
+    identical = comparison.get("losses_identical")
+    if identical is None:
+        return "losses identical: not compared (needs both one strand and two strands)"
+    answer = "yes" if identical else "NO"
+    return f"losses identical: {answer} (two strands against one, {comparison['steps']} steps)"

@@ -1,0 +1,1 @@
+"""Training: data, weights, optimizer, the loop, metrics."""

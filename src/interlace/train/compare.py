@@ -1,0 +1,190 @@
+"""Run the same first steps under each engine, and compare losses, weights and step times.
+
+Engines take turns step by step, so that a machine that slows down slows all of them. Each has its
+own copy of weights and optimizer state, which is put in place before its turn and taken out after
+it; that copying is not timed. Afterwards everything is as it was before.
+"""
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from interlace.ir.timeline import Timeline
+from interlace.runtime.executor import Batch, local
+from interlace.train.optimizer import set_step
+from interlace.train.session import Session, link_label
+from interlace.train.weights import clip_gradients
+
+State = list[Tensor]
+
+
+@dataclass
+class ModeResult:
+    """What one engine did over the compared steps."""
+
+    step_ns: list[int] = field(default_factory=list)
+    cpu_ns: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    timeline: Timeline | None = None
+    state: State = field(default_factory=list)
+
+
+def update(session: Session) -> float:
+    """Clip, step the optimizer and its schedule, publish. Returns the gradient norm."""
+    norm = clip_gradients(session.weights.parameters, session.config.optimizer.clip_norm)
+    session.optimizer.step()
+    session.schedule.step()
+    session.weights.publish()
+    return norm
+
+
+def compare(
+    session: Session, steps: Sequence[Sequence[Batch]], report: Callable[[str], None]
+) -> tuple[dict[str, Any], list[Timeline]]:
+    """Run `steps` under every configured engine: (summary for comparison.json, timelines).
+
+    The step after the timed ones is recorded, so recording touches no measured time.
+    Collective; all ranks return equal losses and their own times.
+    """
+    start = _state(session)
+    modes = list(session.config.compare.modes)
+    results = {mode: ModeResult(state=[t.clone() for t in start]) for mode in modes}
+    first = session.schedule.last_epoch
+    for number, batches in enumerate(steps):
+        for mode in modes:
+            _take_turn(session, results[mode], mode, batches, first + number)
+        report(f"compared step {number + 1}/{len(steps)}")
+    for mode in modes:
+        _load(session, results[mode].state)
+        label = f"{mode}"
+        results[mode].timeline = session.engines[mode].record(steps[-1], label, session.rank)
+    _load(session, start)
+    set_step(session.schedule, first)
+    timelines = [r.timeline for r in results.values() if r.timeline is not None]
+    return _summary(session, results, len(steps)), timelines
+
+
+def _take_turn(
+    session: Session,
+    result: ModeResult,
+    mode: Any,
+    batches: Sequence[Batch],
+    step: int,
+) -> None:
+    _load(session, result.state)
+    set_step(session.schedule, step)
+    dist.barrier()
+    wall, cpu = time.perf_counter_ns(), time.process_time_ns()
+    losses = session.engines[mode].step(batches)
+    update(session)
+    _synchronise(session)
+    result.step_ns.append(time.perf_counter_ns() - wall)
+    result.cpu_ns.append(time.process_time_ns() - cpu)
+    result.losses.append(float(torch.stack(losses).mean()))
+    _save(session, result.state)
+
+
+def _synchronise(session: Session) -> None:
+    if session.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def _tensors(session: Session) -> list[Tensor]:
+    """Every tensor that a step changes: masters and the optimizer's state, in a fixed order."""
+    found = []
+    for parameter in session.weights.parameters:
+        found.append(local(parameter))
+        state = session.optimizer.state.get(parameter, {})
+        found += [local(state[key]) for key in sorted(state) if isinstance(state[key], Tensor)]
+    return found
+
+
+def _state(session: Session) -> State:
+    """Copies of all state; gives the optimizer its (zero) state first if it has none yet."""
+    if not session.optimizer.state:
+        _initialise(session)
+    return [tensor.clone() for tensor in _tensors(session)]
+
+
+def _initialise(session: Session) -> None:
+    """One update with zero gradients and zero learning rate creates the state and changes no
+    weight; the moments stay zero and the step count is put back."""
+    rates = [group["lr"] for group in session.optimizer.param_groups]
+    for parameter in session.weights.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in session.optimizer.param_groups:
+        group["lr"] = 0.0
+    session.optimizer.step()
+    for group, rate in zip(session.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter in session.weights.parameters:
+        parameter.grad = None
+        local(session.optimizer.state[parameter]["step"]).zero_()
+
+
+def _save(session: Session, state: State) -> None:
+    for target, tensor in zip(state, _tensors(session), strict=True):
+        target.copy_(tensor)
+
+
+def _load(session: Session, state: State) -> None:
+    for tensor, source in zip(_tensors(session), state, strict=True):
+        tensor.copy_(source)
+    session.weights.publish()
+
+
+def _bits(loss: float) -> str:
+    return struct.pack(">f", loss).hex()
+
+
+def _summary(session: Session, results: dict[str, ModeResult], steps: int) -> dict[str, Any]:
+    """The content of comparison.json."""
+    summary: dict[str, Any] = {
+        "steps": steps,
+        "micro_batches": session.config.train.micro_batches,
+        "link": link_label(session.config),
+        "modes": {mode: _mode_row(result) for mode, result in results.items()},
+    }
+    if "1" in results and "2" in results:
+        one, two = results["1"], results["2"]
+        equal = one.losses == two.losses and all(
+            torch.equal(a, b) for a, b in zip(one.state, two.state, strict=True)
+        )
+        summary["losses_identical"] = _on_all_ranks(equal, session)
+    if "eager" in results and "2" in results:
+        pairs = zip(results["eager"].losses, results["2"].losses, strict=True)
+        summary["max_relative_difference_to_eager"] = max(abs(a - b) / abs(a) for a, b in pairs)
+    for base, name in (("eager", "speedup_vs_eager"), ("1", "speedup_vs_one_strand")):
+        if base in results and "2" in results:
+            pairs = zip(results[base].step_ns[1:], results["2"].step_ns[1:], strict=True)
+            ratios = [a / b for a, b in pairs] or [results[base].step_ns[0] / results["2"].step_ns[0]]
+            summary[name] = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
+    return summary
+
+
+def _mode_row(result: ModeResult) -> dict[str, Any]:
+    timeline = result.timeline
+    assert timeline is not None
+    return {
+        "step_ms": [ns / 1e6 for ns in result.step_ns],
+        "cpu_ms": [ns / 1e6 for ns in result.cpu_ns],
+        "losses": result.losses,
+        "loss_bits": [_bits(loss) for loss in result.losses],
+        "exposed_ms": timeline.exposed_ns() / 1e6,
+        "communication_ms": timeline.communication_ns() / 1e6,
+        "hidden_fraction": timeline.hidden_fraction(),
+    }
+
+
+def _on_all_ranks(value: bool, session: Session) -> bool:
+    flag = torch.tensor(int(value), device=session.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)

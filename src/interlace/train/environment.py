@@ -1,0 +1,41 @@
+"""What a run writes down about itself: environment.json, run.toml, the plan."""
+
+import datetime
+import json
+import platform
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+import tomli_w
+import torch
+
+import interlace
+from interlace.ir import plan as plans
+from interlace.train.session import Session, link_label
+
+
+def describe_environment(session: Session, directory: Path) -> None:
+    """Write environment.json, the resolved run.toml and, if there is one, the plan."""
+    config = session.config
+    on_gpu = session.device.type == "cuda"
+    facts = {
+        "interlace": interlace.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {socket.gethostname()}",
+        "device": torch.cuda.get_device_name(session.device) if on_gpu else "cpu",
+        "world_size": session.world_size,
+        "seed": config.train.seed,
+        "link": link_label(config),
+        "data": session.dataset.digest,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+    }
+    text = json.dumps(facts, indent=1) + "\n"
+    (directory / "environment.json").write_text(text, encoding="utf-8")
+    (directory / "run.toml").write_text(tomli_w.dumps(config.as_dict()), encoding="utf-8")
+    if session.plan is not None and session.strands is not None:
+        table = plans.to_text(session.plan, dict(session.strands.op_graphs))
+        (directory / "plan.txt").write_text(table, encoding="utf-8")

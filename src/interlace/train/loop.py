@@ -1,0 +1,201 @@
+"""The training loop and what it writes."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interlace.config import RunConfig
+from interlace.errors import InputError, RunError
+from interlace.ir import store
+from interlace.ir.timeline import Timeline
+from interlace.parallel.tensor import loss_context
+from interlace.runtime.executor import Batch
+from interlace.runtime.signals import StopFlag, agreed
+from interlace.train.compare import compare, update
+from interlace.train.environment import describe_environment
+from interlace.train.metrics import (
+    MetricsWriter,
+    bits_per_byte,
+    model_flops_per_token,
+    peak_flops,
+    step_line,
+)
+from interlace.train.session import Session, vocabulary
+
+
+def say(session: Session, text: str) -> None:
+    """One line for people, from the first rank."""
+    if session.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+class Trainer:
+    """Takes a session through its steps; the first rank writes metrics and files."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        config = session.config
+        self.config = config
+        self.directory = Path(config.output.directory)
+        self.batches = session.dataset.batches(config.train.micro_batch_size)
+        self.held_out = [
+            session.move(batch)
+            for batch in session.dataset.held_out(
+                config.train.micro_batch_size, config.train.evaluate_batches
+            )
+        ]
+        self.metrics = None
+        if session.rank == 0:
+            describe_environment(session, self.directory)
+            self.metrics = MetricsWriter(self.directory, tensorboard=config.output.tensorboard)
+        size = vocabulary(config, session.dataset.vocab_size)
+        self.flops_per_token = model_flops_per_token(
+            config.model, size, config.data.sequence_length
+        )
+        self.peak_flops = _peak(config, session.device)
+
+    def run(self, stop: StopFlag) -> str:
+        """Train to the end, or until a signal. Returns why it ended."""
+        session, config = self.session, self.config
+        say(session, session.dataset.summary)
+        if config.compare.steps:
+            self._compare()
+        self.evaluate(0)
+        ended = "finished"
+        for step in range(1, config.train.steps + 1):
+            self._step(step)
+            every = config.train.evaluate_every
+            if step == config.train.steps or (every and step % every == 0):
+                self.evaluate(step)
+            if agreed(stop, None):
+                stop.acknowledge()
+                ended = f"stopped by {stop.requested or 'another rank'} after step {step}"
+                break
+        self.write("end", step=step, reason=ended)
+        say(session, ended)
+        return ended
+
+    def _step(self, step: int) -> None:
+        session, config = self.session, self.config
+        every = config.output.record_every
+        record = bool(every) and (step % every == 0 or step == config.train.steps)
+        batches = self._next_batches()
+        began = time.perf_counter_ns()
+        timeline = None
+        if record:
+            timeline = session.engine.record(batches, config.strands, session.rank)
+        else:
+            session.engine.step(batches)
+        rate = session.optimizer.param_groups[0]["lr"]
+        loss = float(torch.stack(session.engine.losses).mean())
+        norm = self._update(step, loss)
+        step_ns = time.perf_counter_ns() - began
+        tokens = len(batches) * batches[0][0].numel()
+        values: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "bits_per_byte": bits_per_byte(loss, session.dataset.held_out_bytes_per_token),
+            "step_ms": step_ns / 1e6,
+            "tokens_per_s": tokens / step_ns * 1e9,
+            "lr": rate,
+            "grad_norm": norm,
+        }
+        if timeline is not None:
+            values["exposed_ms"] = timeline.exposed_ns() / 1e6
+            values["hidden_fraction"] = timeline.hidden_fraction()
+            self._keep(timeline)
+        if self.peak_flops:
+            spent = self.flops_per_token * tokens / session.world_size
+            values["mfu"] = spent / (step_ns / 1e9) / self.peak_flops
+        self.write("step", **values)
+        say(session, step_line({**values, "steps": config.train.steps}))
+
+    def _update(self, step: int, loss: float) -> float:
+        """Apply the gradients, unless they are not finite: then nothing has been changed."""
+        if not math.isfinite(loss):
+            raise RunError(
+                f"the loss of step {step} is {loss}; no weight was changed in this step",
+                hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
+            )
+        norm = update(self.session)
+        if not math.isfinite(norm):
+            raise RunError(
+                f"the gradient norm of step {step} is {norm}",
+                hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
+            )
+        return norm
+
+    def _next_batches(self) -> list[Batch]:
+        count = self.config.train.micro_batches
+        return [self.session.move(next(self.batches)) for _ in range(count)]
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> float:
+        """Mean loss on held-out text, written in bits per byte."""
+        with loss_context(self.session.mesh):
+            losses = [self.session.weights.module(*batch) for batch in self.held_out]
+        loss = float(torch.stack(losses).mean())
+        bits = bits_per_byte(loss, self.session.dataset.held_out_bytes_per_token)
+        self.write("evaluate", step=step, loss=loss, bits_per_byte=bits)
+        say(self.session, f"held out after step {step}: {bits:.3f} bits per byte")
+        return bits
+
+    def _compare(self) -> None:
+        session = self.session
+        steps: list[Sequence[Batch]] = [
+            self._next_batches() for _ in range(self.config.compare.steps)
+        ]
+        self.batches = session.dataset.batches(self.config.train.micro_batch_size)
+        summary, timelines = compare(session, steps, lambda text: say(session, text))
+        for timeline in timelines:
+            self._keep(timeline)
+        if session.rank == 0:
+            path = self.directory / "comparison.json"
+            path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        short = {key: value for key, value in summary.items() if key != "modes"}
+        self.write("compare", **short)
+
+    def _keep(self, timeline: Timeline) -> None:
+        folder = self.directory / "timelines"
+        store.save(timeline, folder / f"{timeline.label}-rank{self.session.rank}.json")
+
+    def write(self, event: str, **values: Any) -> None:
+        """One line of metrics.jsonl, on the first rank."""
+        if self.metrics is not None:
+            self.metrics.write(event, **values)
+
+
+def _peak(config: RunConfig, device: torch.device) -> float | None:
+    if config.hardware.peak_tflops:
+        return config.hardware.peak_tflops * 1e12
+    if device.type == "cpu":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), config.train.dtype)
+
+
+def claim_directory(config: RunConfig) -> None:
+    """Make the output directory; refuse one that holds another run. First rank only."""
+    directory = Path(config.output.directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"output.directory = {config.output.directory!r} cannot be made: {error.strerror}",
+            hint="choose another output.directory",
+        ) from error
+    old = [directory / name for name in ("metrics.jsonl", "comparison.json", "plan.txt")]
+    old += sorted((directory / "timelines").glob("*.json"))
+    old = [path for path in old if path.exists()]
+    if old and not config.output.overwrite:
+        raise InputError(
+            f"output.directory = {config.output.directory!r} holds an earlier run",
+            hint="choose another output.directory, or set output.overwrite = true",
+        )
+    for path in old:
+        path.unlink()

@@ -1,0 +1,271 @@
+"""What a run writes about itself: metrics.jsonl, one line per step, and the numbers in them."""
+
+import errno
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from interlace.config import ModelConfig
+from interlace.errors import InputError, RunError
+
+FILE_NAME = "metrics.jsonl"
+# Durations from here on are shown in whole milliseconds.
+WHOLE_MS = 10
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+# Peak of one GPU in TFLOP/s, dense (no sparsity), at boost clock: bfloat16 on tensor cores with
+# float32 sums, and float32 without TF32. Names are what torch.cuda.get_device_name gives. Sources:
+# the vendor's data sheets; NVIDIA prints Hopper, Ada L40S and Blackwell tensor rates with sparsity,
+# which is twice the dense rate. A value that no data sheet settles is left out.
+PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+    (r"NVIDIA A(10|80)0-(SXM4|PCI[Ee])-(40|80)GB", {"bfloat16": 312, "float32": 19.5}),
+    (r"NVIDIA A(10|80)0 80GB PCIe", {"bfloat16": 312, "float32": 19.5}),
+    (r"NVIDIA A30", {"bfloat16": 165, "float32": 10.3}),
+    (r"NVIDIA A40", {"bfloat16": 149.7, "float32": 37.4}),
+    (r"NVIDIA RTX A6000", {"bfloat16": 154.8, "float32": 38.7}),
+    (r"NVIDIA L4", {"bfloat16": 121, "float32": 30.3}),
+    (r"NVIDIA L40", {"bfloat16": 181.05, "float32": 90.5}),
+    (r"NVIDIA L40S", {"bfloat16": 362.05, "float32": 91.6}),
+    (r"NVIDIA H100 PCIe", {"bfloat16": 756, "float32": 51}),
+    (r"NVIDIA H100 NVL", {"bfloat16": 835, "float32": 60}),
+    (r"NVIDIA H100 80GB HBM3", {"bfloat16": 989, "float32": 67}),
+    (r"NVIDIA H800", {"bfloat16": 989, "float32": 67}),
+    (r"NVIDIA H200", {"bfloat16": 989, "float32": 67}),
+    (r"NVIDIA H200 NVL", {"bfloat16": 835, "float32": 60}),
+    (r"NVIDIA GH200 (120|144G|480)(GB)?( HBM3e?)?", {"bfloat16": 989, "float32": 67}),
+    (r"NVIDIA B200", {"bfloat16": 2250}),
+    (r"NVIDIA GB200", {"bfloat16": 2500}),
+    (r"NVIDIA GeForce RTX 3090", {"bfloat16": 71, "float32": 35.6}),
+    (r"NVIDIA GeForce RTX 4090", {"bfloat16": 165.2, "float32": 82.6}),
+    (r"NVIDIA GeForce RTX 5090", {"bfloat16": 209.5, "float32": 104.8}),
+    (r"AMD Instinct MI300X( OAM)?", {"bfloat16": 1307.4, "float32": 163.4}),
+)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense peak in FLOP/s of the GPU that torch calls `device_name`; None when not known.
+
+    Slices (MIG), laptop and export variants have other peaks and are not known here.
+    """
+    for pattern, peaks_tflops in PEAK_TFLOPS:
+        if re.fullmatch(pattern, device_name.strip()):
+            peak_tflops = peaks_tflops.get(dtype.removeprefix("torch."))
+            return None if peak_tflops is None else peak_tflops * 1e12
+    return None
+
+
+def model_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: int) -> int:
+    """FLOPs of forward and backward per token: 6 N + 12 layers width sequence_length.
+
+    N are the parameters of matmuls: attention, feed-forward and head; norms and the embedding
+    look-up do not count. As in PaLM (appendix B), attention counts in full although a causal
+    kernel computes half of it, and recomputation does not count.
+    """
+    kv_width = model.width // model.heads * model.kv_heads
+    attention = 2 * model.width * model.width + 2 * model.width * kv_width
+    feed_forward = 3 * model.width * model.ffn_width
+    parameters = model.layers * (attention + feed_forward) + model.width * vocab_size
+    return 6 * parameters + 12 * model.layers * model.width * sequence_length
+
+
+def bits_per_byte(loss_nats: float, bytes_per_token: float) -> float:
+    """Mean loss per token in nats, as bits per byte of text: comparable across tokenizers."""
+    return loss_nats / math.log(2) / bytes_per_token
+
+
+def step_line(values: Mapping[str, Any]) -> str:
+    """One readable line for a step; a field that is absent or None is left out.
+
+    Keys: step, steps, loss, bits_per_byte, tokens_per_s, step_ms, exposed_ms, mfu (0..1), lr,
+    grad_norm. Others are ignored.
+    """
+    parts = []
+    if (step := values.get("step")) is not None:
+        steps = values.get("steps")
+        parts.append(f"step {step:>5}" + (f"/{steps}" if steps is not None else ""))
+    exposed_ms, step_ms = values.get("exposed_ms"), values.get("step_ms")
+    fields: list[tuple[str, str]] = [
+        ("loss", "loss {:.3f}"),
+        ("bits_per_byte", "{:.2f} bits/byte"),
+        ("tokens_per_s", "{:,.0f} tokens/s"),
+    ]
+    parts += _present(values, fields)
+    if step_ms is not None:
+        parts.append(f"step {_ms(step_ms)}")
+    if exposed_ms is not None:
+        share = f" ({exposed_ms / step_ms:.0%})".replace("%", " %") if step_ms else ""
+        parts.append(f"exposed {_ms(exposed_ms)}{share}")
+    if (mfu := values.get("mfu")) is not None:
+        parts.append(f"MFU {100 * mfu:.1f} %")
+    parts += _present(values, [("lr", "lr {:.1e}"), ("grad_norm", "grad {:.2f}")])
+    return "  ".join(parts)
+
+
+def _present(values: Mapping[str, Any], fields: list[tuple[str, str]]) -> list[str]:
+    return [text.format(values[key]) for key, text in fields if values.get(key) is not None]
+
+
+def _ms(duration_ms: float) -> str:
+    return f"{duration_ms:,.0f} ms" if duration_ms >= WHOLE_MS else f"{duration_ms:.2f} ms"
+
+
+class MetricsWriter:
+    """Appends events to `directory`/metrics.jsonl, and to TensorBoard if asked. Rank 0 makes one.
+
+    When `write` returns, a crash of this process cannot lose the event; RunError if
+    it could not be written.
+    """
+
+    def __init__(self, directory: Path, *, tensorboard: bool) -> None:
+        """Make the folder and the file; InputError if the extra `tensorboard` is missing."""
+        self.path = directory / FILE_NAME
+        # Looked for first, so that its absence leaves no folder behind.
+        summary_writer = _summary_writer() if tensorboard else None
+        self._tensorboard: Any = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _drop_half_line(self.path)
+            # Unbuffered: a line that failed must not be tried again at close.
+            self._file = self.path.open("ab", buffering=0)
+            if summary_writer is not None:
+                self._tensorboard = summary_writer(log_dir=str(directory / "tensorboard"))
+        except OSError as error:
+            raise InputError(
+                f"cannot write {self.path}: {error.strerror}",
+                hint="set output.directory to a folder that can be written",
+            ) from error
+
+    def write(self, event: str, **values: Any) -> None:
+        """One line {"event", "unix_time_s", **values}; NaN and infinity as strings.
+
+        An event with a `step` also sends its numbers to TensorBoard, as event/key.
+        """
+        values = {key: _each(value, _plain) for key, value in values.items()}
+        record = {"event": event, "unix_time_s": round(time.time(), 3), **values}
+        line = json.dumps(_each(record, _finite), allow_nan=False, separators=(",", ":"))
+        try:
+            self._append(line.encode() + b"\n")
+            if self._tensorboard is not None and "step" in values:
+                self._mirror(event, values)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def close(self) -> None:
+        """Close files; safe to call twice."""
+        tensorboard, self._tensorboard = self._tensorboard, None
+        try:
+            self._file.close()
+            if tensorboard is not None:
+                tensorboard.close()
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, data: bytes) -> None:
+        # Linux goes on writing to a file that was deleted, and nobody would ever read it.
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "the file was deleted while the run went on")
+        while data:
+            data = data[self._file.write(data) :]
+
+    def _mirror(self, event: str, values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                self._tensorboard.add_scalar(f"{event}/{key}", value, values["step"])
+
+    def _lost(self, error: OSError) -> RunError:
+        return RunError(
+            f"cannot write {self.path}: {error.strerror or error}",
+            hint="free some space, or set output.directory to another folder",
+        )
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise InputError(
+            "output.tensorboard = true needs the package tensorboard",
+            hint="pip install interlace[tensorboard], or set output.tensorboard to false",
+        ) from error
+    return SummaryWriter
+
+
+def _drop_half_line(path: Path) -> None:
+    """A killed run may leave half a line, and the next event must not be glued to it."""
+    if not path.is_file() or not (data := path.read_bytes()) or data.endswith(b"\n"):
+        return
+    os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`change` applied to everything inside dicts and lists."""
+    if isinstance(value, Mapping):
+        return {str(key): _each(part, change) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_each(part, change) for part in value]
+    return change(value)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and numpy values as numbers and lists, paths as text."""
+    if isinstance(value, Path):
+        return str(value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become the strings in NOT_FINITE."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _number(value: Any) -> Any:
+    """A string that `_finite` wrote, as a float again."""
+    return float(value) if value in NOT_FINITE else value
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Events of a metrics.jsonl, oldest first; InputError if a line is not one.
+
+    A run that was killed may leave a last line without an end. It is left out, and an event
+    {"event": "truncated", "line", "size_bytes"} stands in its place.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"cannot read {path}: {error.strerror}",
+            hint="give the output folder of a run that interlace train wrote",
+        ) from error
+    *lines, rest = data.split(b"\n")
+    events = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            events.append(_each(_event(line), _number))
+        except ValueError as error:
+            raise InputError(
+                f"{path}, line {number} is not an event: {error}",
+                hint="the file was changed by something else; remove that line",
+            ) from error
+    if rest:
+        events.append({"event": "truncated", "line": len(lines) + 1, "size_bytes": len(rest)})
+    return events
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    record = json.loads(line)
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+        raise ValueError('it has no "event"')
+    return record

@@ -1,0 +1,219 @@
+"""Session: one rank's model, data, weights, optimizer and engines, built from a RunConfig."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from interlace.config import RunConfig, Strands, check, check_world, parse_rate
+from interlace.cost.profile import cached, machine_id
+from interlace.errors import InputError
+from interlace.ir.costs import CostTable
+from interlace.ir.plan import Plan, read
+from interlace.lab import links
+from interlace.models import model_file
+from interlace.models.loss import NextTokenLoss
+from interlace.parallel.meshes import axis_of_group, build_mesh
+from interlace.parallel.tensor import apply_tensor_parallel, loss_context
+from interlace.runtime.executor import Batch
+from interlace.runtime.strands import Strands as TracedStrands
+from interlace.runtime.strands import build_strands, make_plan, profile_strands
+from interlace.train.data import Dataset, open_dataset
+from interlace.train.engines import EagerEngine, Engine, StrandEngine, planned_orders
+from interlace.train.optimizer import build_optimizer, build_schedule
+from interlace.train.weights import MasterWeights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def cache_directory(name: str) -> Path:
+    """`$XDG_CACHE_HOME/interlace/NAME`, by default below ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "interlace" / name
+
+
+@contextmanager
+def process_group(config: RunConfig) -> Iterator[dist.Store]:
+    """The default process group of this job, and its store."""
+    backend = "nccl" if device_type() == "cuda" else "gloo"
+    if config.link.rate:
+        if backend == "nccl":
+            raise InputError(
+                "link.rate emulates a link between CPU processes, and this machine has a GPU",
+                hint="set CUDA_VISIBLE_DEVICES= to train on the CPU, or link.rate to empty",
+            )
+        rate = parse_rate(config.link.rate, "link.rate")
+        backend = links.emulated_backend(rate, config.link.latency_us)
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=60))))
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("default", store), rank=rank, world_size=world_size
+    )
+    try:
+        yield store
+    finally:
+        dist.destroy_process_group()
+
+
+def device_type() -> str:
+    """`cuda` where there is a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def link_label(config: RunConfig) -> str:
+    """How the ranks are joined, for reports."""
+    if config.link.rate:
+        return links.describe(parse_rate(config.link.rate, "link.rate"), config.link.latency_us)
+    lab_rate = os.environ.get("INTERLACE_LAB_RATE")
+    return f"lab link {lab_rate}" if lab_rate else "real link"
+
+
+@dataclass
+class Session:
+    """What training needs; engines share weights, graphs and gradient buffers."""
+
+    config: RunConfig
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    dataset: Dataset
+    weights: MasterWeights
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    strands: TracedStrands | None = None
+    costs: CostTable | None = None
+    plan: Plan | None = None
+    engines: dict[Strands, Engine] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that the run asked for."""
+        return self.engines[self.config.strands]
+
+    def move(self, batch: tuple[Tensor, Tensor]) -> Batch:
+        """A batch on this rank's device."""
+        tokens, targets = batch
+        return tokens.to(self.device), targets.to(self.device)
+
+
+def open_session(config: RunConfig) -> Session:
+    """Build everything up to and including the plan. Collective; the process group exists."""
+    check(config)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    check_world(config, world_size)
+    _prepare_torch(config)
+    device = _device()
+    dataset = open_dataset(
+        config.data,
+        seed=config.train.seed,
+        cache_dir=cache_directory("tokens"),
+        divisor=config.parallel.tensor,
+    )
+    vocab_size = vocabulary(config, dataset.vocab_size)
+    mesh = build_mesh(config.parallel, device.type)
+    files = model_file(config.model.architecture)
+    torch.manual_seed(config.train.seed)
+    model = files.build(config.model, vocab_size, config.data.sequence_length).to(device)
+    apply_tensor_parallel(model, mesh, files.TENSOR_PLAN)
+    weights = MasterWeights(NextTokenLoss(model), DTYPES[config.train.dtype])
+    optimizer = build_optimizer(weights.parameters, config.optimizer)
+    schedule = build_schedule(optimizer, config.optimizer, config.train.steps)
+    session = Session(
+        config, rank, world_size, device, mesh, dataset, weights, optimizer, schedule
+    )
+    _build_engines(session)
+    return session
+
+
+def vocabulary(config: RunConfig, tokens: int) -> int:
+    """Rows of the embedding for a tokenizer of `tokens` tokens."""
+    if config.model.vocab_size and config.model.vocab_size < tokens:
+        raise InputError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's "
+            f"{tokens} tokens",
+            hint=f"set model.vocab_size to {tokens} or more, or to 0",
+        )
+    return config.model.vocab_size or tokens
+
+
+def _prepare_torch(config: RunConfig) -> None:
+    torch.set_num_threads(config.train.threads)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Filling every fresh tensor with NaN would cost a write of all activations.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def _device() -> torch.device:
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= torch.cuda.device_count():
+        raise InputError(
+            f"local rank {index} has no GPU: this host has {torch.cuda.device_count()}",
+            hint="start at most one rank per GPU",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _build_engines(session: Session) -> None:
+    config = session.config
+    modes = {config.strands, *(config.compare.modes if config.compare.steps else ())}
+    if "eager" in modes:
+        session.engines["eager"] = EagerEngine(session.weights, session.mesh)
+    if modes == {"eager"}:
+        return
+    example = session.move(next(session.dataset.batches(config.train.micro_batch_size)))
+    with loss_context(session.mesh):
+        session.strands = build_strands(
+            session.weights.module, example, axis_of_group(session.mesh)
+        )
+    buffers = session.weights.buffers()
+    if "1" in modes:
+        orders = session.strands.sequential_orders()
+        session.engines["1"] = StrandEngine(session.weights, session.strands, orders, buffers)
+    if "2" in modes:
+        _plan(session, example)
+        assert session.plan is not None
+        session.engines["2"] = StrandEngine(
+            session.weights, session.strands, planned_orders(session.plan), buffers
+        )
+
+
+def _plan(session: Session, example: Batch) -> None:
+    config, strands = session.config, session.strands
+    assert strands is not None
+    if config.plan.file:
+        session.plan = read(Path(config.plan.file))
+        if session.plan.graph_digest != strands.digest:
+            raise InputError(
+                f"plan.file = {config.plan.file!r} was made for graph "
+                f"{session.plan.graph_digest}, and this run has graph {strands.digest}",
+                hint="plan again for this model, layout and micro-batch size",
+            )
+        return
+    machine = machine_id(session.device.type, link_label(config))
+    session.costs = cached(
+        cache_directory("costs") if config.plan.cache else None,
+        machine,
+        strands.digest,
+        lambda: profile_strands(
+            strands,
+            example,
+            session.device.type,
+            repeats=config.plan.profile_repeats,
+            machine=machine,
+        ),
+    )
+    session.plan = make_plan(strands.op_graphs, session.costs, config.plan.search)

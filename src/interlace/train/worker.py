@@ -1,0 +1,61 @@
+"""One rank of a training job, from the process group to the last line."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from interlace.config import RunConfig
+from interlace.errors import InputError
+from interlace.runtime.agreement import check_agreement, environment_fields
+from interlace.runtime.signals import StopFlag
+from interlace.runtime.watchdog import Watchdog
+from interlace.train.loop import Trainer, claim_directory
+from interlace.train.session import Session, open_session, process_group
+
+
+def main(config: RunConfig) -> int:
+    """Run this rank. Returns the exit code; raises InterlaceError on failure."""
+    with StopFlag() as stop, process_group(config) as store:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size == 1 or not config.watchdog.enabled:
+            return _train(config, stop)
+        with Watchdog(
+            store,
+            rank,
+            world_size,
+            heartbeat_s=config.watchdog.heartbeat_s,
+            dead_after_s=config.watchdog.dead_after_s,
+        ):
+            return _train(config, stop)
+
+
+def _train(config: RunConfig, stop: StopFlag) -> int:
+    try:
+        if dist.get_rank() == 0:
+            claim_directory(config)
+        session = open_session(config)
+    except InputError:
+        # Every rank finds the same mistake; one of them says it, and says it first.
+        if dist.get_rank() > 0:
+            time.sleep(1.0)
+            sys.exit(InputError.exit_code)
+        raise
+    check_agreement(_fields(session))
+    Trainer(session).run(stop)
+    return 0
+
+
+def _fields(session: Session) -> dict[str, str]:
+    """What must be equal on all ranks before the first step."""
+    config = replace(session.config, output=type(session.config.output)())
+    fields = {"configuration": json.dumps(config.as_dict(), sort_keys=True)}
+    fields |= environment_fields()
+    fields["data"] = session.dataset.digest
+    if session.strands is not None:
+        fields["graph"] = session.strands.digest
+    if session.plan is not None:
+        fields["plan"] = session.plan.digest
+    return fields
