@@ -14,14 +14,12 @@ pytestmark = pytest.mark.gloo
 
 def train(steps: int) -> list[object]:
     """A child: steps of different length on every rank; ends early when asked to."""
-    import torch.distributed as dist
-
     with gloo_group(), StopFlag() as flag:
         for step in range(steps):
             if step == 2:
                 print("under way", flush=True)
             time.sleep(0.01 * (1 + int(os.environ["RANK"])))
-            if agreed(flag, dist.group.WORLD):
+            if agreed(flag):
                 return [step, flag.requested]
     return [steps, flag.requested]
 
@@ -78,12 +76,12 @@ def test_sigterm_ends_a_rank_that_is_blocked_in_gloo_after_a_while() -> None:
 def test_without_a_group_the_local_flag_counts_and_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopFlag(force_after_s=30) as flag:
-        assert not agreed(flag, None)
+        assert not agreed(flag)
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 10
         while not flag.requested and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert agreed(flag, None)
+        assert agreed(flag)
         assert flag.requested == "SIGTERM"
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.set_wakeup_fd(-1) == -1

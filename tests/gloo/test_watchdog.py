@@ -17,7 +17,7 @@ import pytest
 from processes import RankResult, Ranks, child_environment, gloo_group, start_ranks
 
 from interlace.errors import InputError
-from interlace.runtime.watchdog import Watchdog
+from interlace.runtime.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE, Watchdog
 
 pytestmark = pytest.mark.gloo
 SURVIVORS_END_WITHIN_S = 5.0
@@ -72,7 +72,7 @@ def survivors(ranks: Ranks, culprit: int, fault_at: float) -> list[RankResult]:
         after_s = result.ended_at - fault_at
         print(f"rank {result.rank}: exit {result.returncode} after {after_s:.2f} s")
         print(result.stderr)
-        assert result.returncode != 0
+        assert result.returncode in {1, PEER_EXIT_CODE, STORE_EXIT_CODE}
         assert after_s < SURVIVORS_END_WITHIN_S
         assert f"rank {culprit} (" in result.stderr
         assert f"pid {ranks.pid(culprit)})" in result.stderr
@@ -126,6 +126,27 @@ def test_ranks_that_finish_apart_say_nothing(first_to_leave: int) -> None:
     with start_ranks("test_watchdog:finish_apart", 3, args=[first_to_leave]) as ranks:
         results = ranks.wait()
     assert [(r.returncode, r.stdout, r.stderr) for r in results] == [(0, "", "")] * 3
+
+
+def fail_alone() -> None:
+    """A child: a world of one, or one whose other rank has finished already."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with (
+        gloo_group() as store,
+        Watchdog(store, rank, world_size, heartbeat_s=0.2, dead_after_s=1.0),
+    ):
+        if rank == 0:
+            time.sleep(1.0)
+            raise ValueError("nobody else is there")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_last_rank_that_runs_fails_by_its_own_error(world_size: int) -> None:
+    with start_ranks("test_watchdog:fail_alone", world_size) as ranks:
+        results = ranks.wait()
+    assert [r.returncode for r in results] == [1, 0][:world_size]
+    assert "ValueError: nobody else is there" in results[0].stderr
+    assert [r.stderr for r in results[1:]] == [""] * (world_size - 1)
 
 
 def train_under_torchrun() -> None:

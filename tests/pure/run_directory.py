@@ -6,15 +6,17 @@ one link, so that waits, queues and overlaps are consistent with each other.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from interlace.ir import store
 from interlace.ir.timeline import WAIT, Span, Timeline
 
 LINK = "emulated link 250 Mbit/s, 50 us"
 MS = 1_000_000
+ISSUE_NS = 20_000
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class _Machine:
                 bytes=op.bytes,
             )
         )
-        self.now += 20_000
+        issued = self.now + ISSUE_NS
+        self.spans.append(replace(self.spans[-1], lane="compute", start_ns=self.now, end_ns=issued))
+        self.now = issued
         return end
 
     def _wait(self, name: str, until: int, strand: str, micro_batch: int) -> None:
@@ -146,7 +150,7 @@ def make_timeline(mode: str, *, rank: int = 0, micro_batches: int = 8, layers: i
 
 def make_comparison(timelines: dict[str, Timeline], *, steps: int = 10) -> dict:
     """What `interlace train` writes to comparison.json."""
-    modes = {}
+    modes: dict[str, dict[str, Any]] = {}
     for mode, timeline in timelines.items():
         base = timeline.length_ns / MS
         step_ms = [base * (1 + 0.01 * (i % 5 - 1)) for i in range(steps)]

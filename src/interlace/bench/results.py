@@ -47,6 +47,7 @@ def environment(link: str) -> dict[str, str | int]:
         "torch": version("torch"),
         "python": platform.python_version(),
         "processor": _processor(),
+        "gpu": _gpu(),
         "cores": os.cpu_count() or 0,
         "system": f"{platform.system()} {platform.release()}",
         "link": link,
@@ -61,6 +62,12 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _gpu() -> str:
+    import torch  # noqa: PLC0415  listing benches must not import it
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 
 def write_json(path: Path, bench: str, where: dict[str, str | int], rows: Sequence[Row]) -> None:

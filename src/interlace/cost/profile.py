@@ -130,4 +130,6 @@ def _broadcast(table: CostTable | None) -> CostTable | None:
         payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     payload = payload.to(device)
     dist.broadcast(payload, src=0)
-    return store.loads(payload.cpu().numpy().tobytes().decode(), CostTable, "the first rank's table")
+    return store.loads(
+        payload.cpu().numpy().tobytes().decode(), CostTable, "the first rank's table"
+    )

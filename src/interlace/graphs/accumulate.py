@@ -23,28 +23,25 @@ def accumulate_gradients(chunk: ChunkGraphs, buffer_dtype: torch.dtype) -> Stran
     output = output_node(graph)
     first = next(iter(graph.nodes))
     bindings = dict(backward.bindings)
-    for index, (parameter, gradient) in enumerate(
-        zip(chunk.parameters, backward.outputs, strict=True)
-    ):
+    gradients = backward.outputs
+    output.args = ((),)
+    for index, (parameter, gradient) in enumerate(zip(chunk.parameters, gradients, strict=True)):
         with graph.inserting_before(first):
             buffer = graph.placeholder(f"{BUFFER_PREFIX}{index}")
         buffer.meta["val"] = gradient.meta["val"].to(buffer_dtype)
         bindings[buffer.name] = Binding("gradient", parameter)
-        _add(graph, buffer, gradient, output)
-    output.args = ((),)
+        _add(graph, buffer, gradient)
     backward.module.recompile()
     return StrandGraph("backward", backward.module, bindings)
 
 
-def _add(graph: fx.Graph, buffer: fx.Node, gradient: fx.Node, output: fx.Node) -> None:
+def _add(graph: fx.Graph, buffer: fx.Node, gradient: fx.Node) -> None:
     """buffer += gradient, right after the gradient."""
     same_dtype = buffer.meta["val"].dtype == gradient.meta["val"].dtype
-    users = [user for user in gradient.users if user is not output]
-    if gradient.target == aten.mm.default and same_dtype and not users:
+    if gradient.target == aten.mm.default and same_dtype and not gradient.users:
         with graph.inserting_after(gradient):
             node = graph.call_function(aten.addmm_.default, (buffer, *gradient.args))
         node.meta["val"] = buffer.meta["val"]
-        output.args = (tuple(n for n in output.args[0] if n is not gradient),)  # type: ignore[union-attr]
         graph.erase_node(gradient)
         return
     with graph.inserting_after(gradient):

@@ -5,7 +5,7 @@ it. Executable graphs call the functions of this file instead: they return the w
 a recorder can learn when the transfer really ended, and the waiting is a node of its own.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,10 @@ class Pending(NamedTuple):
     """Whether `output` is a slice of a larger buffer that should not outlive the wait."""
 
 
+def _pending(output: Tensor, work: dist.Work | None, *, part_of_buffer: bool = False) -> Pending:
+    return Pending(output, cast("dist.Work", work), part_of_buffer)  # async_op=True gives a work
+
+
 def wait(pending: Pending) -> Tensor:
     """Block until the collective is done (CPU), or make the stream wait for it (CUDA)."""
     pending.work.wait()
@@ -47,7 +51,7 @@ def all_gather(x: Tensor, group_size: int, group_name: str) -> Pending:
     # torch 2.13 renamed the call; the old name warns there and the new one is unknown to 2.11.
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     group = process_group(group_name)
-    return Pending(output, call(output, x.contiguous(), group=group, async_op=True))
+    return _pending(output, call(output, x.contiguous(), group=group, async_op=True))
 
 
 def reduce_scatter(x: Tensor, reduce: str, group_size: int, group_name: str) -> Pending:
@@ -62,11 +66,12 @@ def reduce_scatter(x: Tensor, reduce: str, group_size: int, group_name: str) -> 
     if dist.get_backend(group) == "gloo":
         buffer = x.clone(memory_format=torch.contiguous_format)
         work = dist.all_reduce(buffer, op=_REDUCE[reduce], group=group, async_op=True)
-        return Pending(buffer.narrow(0, group.rank() * rows, rows), work, part_of_buffer=True)
+        part = buffer.narrow(0, group.rank() * rows, rows)
+        return _pending(part, work, part_of_buffer=True)
     output = x.new_empty((rows, *x.shape[1:]))
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work = call(output, x.contiguous(), op=_REDUCE[reduce], group=group, async_op=True)
-    return Pending(output, work)
+    return _pending(output, work)
 
 
 def all_reduce(x: Tensor, reduce: str, group_name: str) -> Pending:
@@ -74,7 +79,7 @@ def all_reduce(x: Tensor, reduce: str, group_name: str) -> Pending:
     output = x.clone(memory_format=torch.contiguous_format)
     group = process_group(group_name)
     work = dist.all_reduce(output, op=_REDUCE[reduce], group=group, async_op=True)
-    return Pending(output, work)
+    return _pending(output, work)
 
 
 def all_to_all(
@@ -86,7 +91,7 @@ def all_to_all(
     work = dist.all_to_all_single(
         output, x.contiguous(), output_splits, input_splits, group=group, async_op=True
     )
-    return Pending(output, work)
+    return _pending(output, work)
 
 
 ISSUE = {

@@ -66,7 +66,9 @@ class _Builder:
         self.graph.set_codegen(_ListInputs())
         self.root = nn.Module()
         self.nodes = {
-            (name, node.name): node for name, strand in strands.items() for node in strand.graph.nodes
+            (name, node.name): node
+            for name, strand in strands.items()
+            for node in strand.graph.nodes
         }
         self.done: dict[fx.Node, fx.Node] = {}
         self.inputs: list[tuple[str, Binding]] = []
@@ -123,7 +125,8 @@ class _Builder:
         outputs, owners = [], []
         for name, strand in self.strands.items():
             missing = [
-                n for n in strand.graph.nodes
+                n
+                for n in strand.graph.nodes
                 if n not in self.done and n.op == "call_function" and not is_free(n)
             ]
             if missing:

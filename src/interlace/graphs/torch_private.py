@@ -1,10 +1,10 @@
 """Every private torch API that Interlace uses, in one place. Tested with torch 2.11 to 2.13.
 
-    torch._dynamo.functional_export.dynamo_graph_capture_for_export   module -> fx module, no guards
-    torch._functorch.aot_autograd.aot_export_joint_with_descriptors   forward + backward in one graph
-    torch._functorch.partitioners.default_partition                   cut in two; saves, never recomputes
-    torch._functorch._aot_autograd.descriptors                        what each input and output is
-    torch.testing._internal.distributed.fake_pg.FakeStore             a world with no second process
+    _dynamo.functional_export.dynamo_graph_capture_for_export   module -> fx module, no guards
+    _functorch.aot_autograd.aot_export_joint_with_descriptors   forward and backward in one graph
+    _functorch.partitioners.default_partition                   cut in two; saves all it needs
+    _functorch._aot_autograd.descriptors                        what each input and output is
+    testing._internal.distributed.fake_pg.FakeStore             a world with no second process
 
 The exit stack given to the joint export must be closed before anything real runs: until then its
 fake mode is active. A DTensor input becomes two placeholders, its local tensor and its mesh.
@@ -86,11 +86,11 @@ def _gradients(joint: Any, backward: fx.GraphModule) -> tuple[GradientOf | None,
     for index, desc in enumerate(output.meta["desc"]):
         local = isinstance(desc, SubclassGetAttrAOTOutput)
         base = desc.base if local else desc
-        is_gradient = isinstance(base, GradAOTOutput) and isinstance(base.grad_of, ParamAOTInput)
-        if not is_gradient or (local and desc.attr != "_local_tensor"):
-            found.append(None)
-        else:
+        whole = not local or desc.attr == "_local_tensor"
+        if isinstance(base, GradAOTOutput) and isinstance(base.grad_of, ParamAOTInput) and whole:
             found.append(GradientOf(base.grad_of.target, layouts.get(index) if local else None))
+        else:
+            found.append(None)
     return tuple(found)
 
 

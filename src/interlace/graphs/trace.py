@@ -61,7 +61,7 @@ class StrandGraph:
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
         """Output nodes: loss and saved values forward, gradients backward."""
-        return tuple(output_node(self.graph).args[0])  # type: ignore[arg-type]
+        return tuple(node for node in _output_values(self.graph) if node is not None)
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,13 @@ class ChunkGraphs:
 def output_node(graph: fx.Graph) -> fx.Node:
     """The one output node of a graph."""
     return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def _output_values(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
+    """What a graph returns; gradients that do not exist are None."""
+    values = output_node(graph).args[0]
+    assert isinstance(values, (tuple, list))
+    return tuple(value if isinstance(value, fx.Node) else None for value in values)
 
 
 def trace_chunk(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> ChunkGraphs:
@@ -123,15 +130,16 @@ def _same_value(node: fx.Node) -> fx.Node | None:
 
 def _bind(joint: Joint) -> ChunkGraphs:
     forward, backward = joint.forward.graph, joint.backward.graph
-    names = [node.name if node else "" for node in output_node(forward).args[0]]  # type: ignore[union-attr]
+    names = [node.name if node is not None else "" for node in _output_values(forward)]
     _simplify(forward)
     _simplify(backward)
-    values = dict(zip(names, output_node(forward).args[0], strict=True))  # type: ignore[arg-type]
+    pairs = zip(names, _output_values(forward), strict=True)
+    values = {name: node for name, node in pairs if node is not None}
     loss = values[names[0]]
     gradients = {
         gradient.parameter: (node, gradient.placements)
-        for node, gradient in zip(output_node(backward).args[0], joint.gradients, strict=True)  # type: ignore[arg-type]
-        if gradient is not None and isinstance(node, fx.Node)
+        for node, gradient in zip(_output_values(backward), joint.gradients, strict=True)
+        if gradient is not None and node is not None
     }
     _set_outputs(backward, [node for node, _ in gradients.values()])
     _share_saved(backward, values)

@@ -94,7 +94,8 @@ class OpGraph:
             missing = [name for name in op.inputs if name not in seen]
             if missing:
                 raise InputError(
-                    f"graph {self.name!r}: operator {op.id!r} comes before its input {missing[0]!r}",
+                    f"graph {self.name!r}: operator {op.id!r} comes before its input "
+                    f"{missing[0]!r}",
                     hint="list operators so that every input is defined before it is used",
                 )
             if op.id in seen:

@@ -8,14 +8,15 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
-import cattrs
-
 from interlace.errors import InputError
 
 T = TypeVar("T")
 
 
-def _converter() -> cattrs.Converter:
+def _converter() -> Any:
+    # Imported here: planning and running on a GPU machine need no JSON and often have no cattrs.
+    import cattrs  # noqa: PLC0415
+
     return cattrs.Converter(forbid_extra_keys=True)
 
 
@@ -30,10 +31,12 @@ def loads(text: str, type_: type[T], where: str) -> T:
         data: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"{where} is not valid JSON: {error}") from error
+    from cattrs import transform_error  # noqa: PLC0415
+
     try:
         return _converter().structure(data, type_)
     except Exception as error:  # cattrs raises groups of many types
-        reasons = "; ".join(cattrs.transform_error(error))
+        reasons = "; ".join(transform_error(error))
         raise InputError(
             f"{where} is not a valid {type_.__name__}: {reasons}",
             hint="write it again with this version of interlace",

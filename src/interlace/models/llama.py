@@ -114,9 +114,7 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, sequence_length: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, config.width)
-        self.blocks = nn.ModuleList(
-            Block(config, sequence_length) for _ in range(config.layers)
-        )
+        self.blocks = nn.ModuleList(Block(config, sequence_length) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, vocab_size, bias=False)
         self._initialise(config)

@@ -49,7 +49,7 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, tokens_SB: Tensor) -> Tensor:
         """[S, B] -> this rank's part of the sequence, [S / ranks, B, D]."""
-        rows = self.weight.to_local()
+        rows = _sharded(self.weight).to_local()
         local_SB = tokens_SB - self.mesh.get_local_rank() * rows.shape[0]
         foreign_SB = (local_SB < 0) | (local_SB >= rows.shape[0])
         x_SBD = F.embedding(local_SB.masked_fill(foreign_SB, 0), rows)
@@ -124,6 +124,11 @@ def _tied_pairs(model: nn.Module) -> list[tuple[str, str]]:
     return pairs
 
 
+def _sharded(tensor: Tensor | None) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor
+
+
 def loss_context(mesh: DeviceMesh) -> AbstractContextManager[None]:
     """Holds while the loss and its backward run or are traced: softmax over sharded vocabulary."""
     return loss_parallel() if mesh.size() > 1 else nullcontext()
@@ -138,20 +143,23 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
     partial: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in parameters:
         gradient = parameter.grad
-        if not isinstance(gradient, DTensor) or gradient.placements == parameter.placements:
+        if not isinstance(gradient, DTensor):
+            continue
+        layout = _sharded(parameter).placements
+        if gradient.placements == layout:
             continue
         sums = all(isinstance(p, Partial) and p.reduce_op == "sum" for p in gradient.placements)
-        if sums and all(isinstance(p, Replicate) for p in parameter.placements):
+        if sums and all(isinstance(p, Replicate) for p in layout):
             partial.setdefault(gradient.device_mesh, []).append(parameter)
         else:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+            parameter.grad = gradient.redistribute(placements=layout)
     for mesh, owners in partial.items():
-        locals_ = [owner.grad.to_local() for owner in owners]
+        locals_ = [_sharded(owner.grad).to_local() for owner in owners]
         flat = torch.cat([gradient.flatten() for gradient in locals_])
         total = DTensor.from_local(flat, mesh, [Partial()] * mesh.ndim, run_check=False)
         summed = total.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
         pieces = summed.split([gradient.numel() for gradient in locals_])
         for owner, gradient, piece in zip(owners, locals_, pieces, strict=True):
             owner.grad = DTensor.from_local(
-                piece.view_as(gradient), mesh, owner.placements, run_check=False
+                piece.view_as(gradient), mesh, _sharded(owner).placements, run_check=False
             )

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from interlace.ir.graph import COLLECTIVES, COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.tables import MODE_NAMES
 
@@ -46,17 +47,18 @@ def _process_events(timeline: Timeline, process: int) -> Iterator[Event]:
             yield _metadata("thread_name", process, thread, {"name": lane + suffix})
             yield _metadata("thread_sort_index", process, thread, {"sort_index": thread})
             for span in row:
-                yield _complete(span, process, thread, is_link=lane != timeline.lanes[0])
+                yield _complete(span, process, thread, is_link=lane != COMPUTE_LANE)
                 if span.kind == WAIT:
                     waits.append((span, thread))
-                elif lane != timeline.lanes[0]:
+                elif lane != COMPUTE_LANE:
                     issued[_identity(span)] = (span, thread)
     for number, (wait, wait_thread) in enumerate(waits):
-        if _identity(wait) in issued:
-            collective, thread = issued[_identity(wait)]
-            yield from _arrow(
-                collective, thread, wait, wait_thread, process, f"{process}.{number}"
-            )
+        collective, thread = issued.get(_identity(wait), (wait, 0))
+        if collective is not wait and max(collective.start_ns, wait.start_ns) < wait.end_ns:
+            common = {"name": "wait", "cat": "wait", "id": f"{process}.{number}", "pid": process}
+            yield {**common, "ph": "s", "tid": thread, "ts": _microseconds(collective.start_ns)}
+            end_us = _microseconds(wait.end_ns - 1)
+            yield {**common, "ph": "f", "bp": "e", "tid": wait_thread, "ts": end_us}
 
 
 def _without_overlap(spans: Iterable[Span]) -> list[list[Span]]:
@@ -84,6 +86,13 @@ def _microseconds(time_ns: int) -> float:
     return time_ns / 1000
 
 
+def _name(span: Span, *, is_link: bool) -> str:
+    """The operator; on the compute lane, waits and the issuing of collectives say so."""
+    if span.kind == WAIT:
+        return f"exposed: {span.name}"
+    return f"issue {span.name}" if span.kind in COLLECTIVES and not is_link else span.name
+
+
 def _complete(span: Span, process: int, thread: int, *, is_link: bool) -> Event:
     arguments: Event = {"kind": span.kind}
     if span.strand:
@@ -99,7 +108,7 @@ def _complete(span: Span, process: int, thread: int, *, is_link: bool) -> Event:
         arguments["waits_for"] = span.name
     return {
         "ph": "X",
-        "name": f"exposed: {span.name}" if span.kind == WAIT else span.name,
+        "name": _name(span, is_link=is_link),
         "cat": f"{span.kind},{span.strand}" if span.strand else span.kind,
         "pid": process,
         "tid": thread,
@@ -107,13 +116,3 @@ def _complete(span: Span, process: int, thread: int, *, is_link: bool) -> Event:
         "dur": _microseconds(span.duration_ns),
         "args": arguments,
     }
-
-
-def _arrow(
-    collective: Span, thread: int, wait: Span, wait_thread: int, process: int, identity: str
-) -> Iterator[Event]:
-    """From the collective's first moment to the wait's last, which is never before it."""
-    common = {"name": "wait", "cat": "wait", "id": identity, "pid": process}
-    start, end = collective.start_ns, max(collective.start_ns, wait.end_ns - 1)
-    yield {**common, "ph": "s", "tid": thread, "ts": _microseconds(start)}
-    yield {**common, "ph": "f", "bp": "e", "tid": wait_thread, "ts": _microseconds(end)}

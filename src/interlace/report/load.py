@@ -145,9 +145,7 @@ def _checked_comparison(path: Path) -> dict[str, Any]:
             raise InputError(f"{path}: {key} must hold median, min and max", hint=_DAMAGED)
     difference = value.get("max_relative_difference_to_eager")
     if difference is not None and not _is_number(difference):
-        raise InputError(
-            f"{path}: max_relative_difference_to_eager is not a number", hint=_DAMAGED
-        )
+        raise InputError(f"{path}: max_relative_difference_to_eager is not a number", hint=_DAMAGED)
     return value
 
 

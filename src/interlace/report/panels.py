@@ -14,7 +14,7 @@ from interlace.ir.graph import COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.slivers import Piece, pieces
 from interlace.report.tables import milliseconds, percent
-from interlace.report.theme import FAMILIES, Theme, family, tone
+from interlace.report.theme import ALL_FAMILIES, Theme, family, tone
 
 PLOT_IN = 12.5
 """Width of the time axis in inches."""
@@ -159,7 +159,7 @@ def _drawn_spans(panel: Panel, row: _Row) -> Iterator[tuple[Span, tuple[str, str
     for span in panel.timeline.spans:
         is_wait = span.kind == WAIT
         if span.lane == row.lane and (is_wait or row.role != _EXPOSED):
-            yield span, (WAIT, "") if is_wait else (family(span.kind), span.strand)
+            yield span, (WAIT, "") if is_wait else (family(span), span.strand)
 
 
 def _draw_lane(axes: Axes, panel: Panel, row: _Row, theme: Theme) -> None:
@@ -195,15 +195,19 @@ def _draw_bars(
     """Rectangles of one colour; wide ones have an edge (a wait: hatching) and their name."""
     color = tone(*group, theme)
     is_wait = group[0] == WAIT
-    if is_wait and is_wide:
-        style = {"edgecolor": theme.hatch, "hatch": "////", "linewidth": 0.0}
-    else:
-        style = {"edgecolor": theme.background, "linewidth": 0.5 if is_wide else 0.0}
-    axes.broken_barh(bars, row.strip, facecolor=color, **style)
+    hatched = is_wait and is_wide
+    axes.broken_barh(
+        bars,
+        row.strip,
+        facecolor=color,
+        edgecolor=theme.hatch if hatched else theme.background,
+        hatch="////" if hatched else None,
+        linewidth=0.5 if is_wide and not is_wait else 0.0,
+    )
     if not is_wide:
         return
     ink, backing = (theme.text, theme.exposed) if is_wait else (_ink(color), "none")
-    name = "exposed" if is_wait else group[0].removesuffix(", other")
+    name = "exposed" if is_wait else group[0].split(",")[0]
     for bar in bars:
         _label(axes, panel, row, bar, name, ink, backing)
 
@@ -239,8 +243,8 @@ def _ink(color: tuple[float, float, float]) -> str:
 
 def legend_families(timelines: list[Timeline]) -> list[str]:
     """Families of operators that occur, in the legend's order."""
-    present = {family(s.kind) for t in timelines for s in t.spans if s.kind != WAIT}
-    return [name for name in dict.fromkeys(FAMILIES.values()) if name in present]
+    present = {family(s) for t in timelines for s in t.spans if s.kind != WAIT}
+    return [name for name in ALL_FAMILIES if name in present]
 
 
 def plain(text: str) -> str:

@@ -7,6 +7,7 @@ first and the last of them magnified. Nothing here touches matplotlib's global s
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -33,8 +34,9 @@ _WIDTH_IN = _LEFT_IN + PLOT_IN + _RIGHT_IN
 WIDTH_PX = int(_WIDTH_IN * COLUMNS_PER_IN)
 """2800, twice the width at which the picture is meant to be read."""
 _HEADER_IN, _AXIS_IN, _GAP_IN = 0.34, 0.50, 0.12
-_TITLE_IN, _GROUP_IN, _LEGEND_IN = 0.82, 0.36, 0.60
+_TITLE_IN, _GROUP_IN, _LEGEND_IN = 0.82, 0.36, 0.84
 _MIN_ZOOMED_MICRO_BATCHES = 3
+_LEGEND_COLUMNS = 5
 
 
 def plan_timeline_png(
@@ -55,9 +57,7 @@ def timeline_png(
     if zoomed:
         groups.append(("Zoom: the same length of time in mid-step", zoomed))
     height = _TITLE_IN + _LEGEND_IN + sum(_group_height(*group) for group in groups)
-    figure = Figure(
-        figsize=(_WIDTH_IN, height), dpi=COLUMNS_PER_IN, facecolor=theme.background
-    )
+    figure = Figure(figsize=(_WIDTH_IN, height), dpi=COLUMNS_PER_IN, facecolor=theme.background)
     _write(figure, height - 0.40, title or "One training step", theme.text, size=18, bold=True)
     _write(figure, height - 0.68, subtitle, theme.muted, size=12)
     top = height - _TITLE_IN
@@ -125,26 +125,26 @@ def _draw_group(
 def _draw_legend(figure: Figure, timelines: Sequence[Timeline], theme: Theme) -> None:
     """Kinds that occur, each as a light (forward) and a dark (backward) swatch."""
     names = legend_families(list(timelines))
-    swatches = [
+    handles: list[Any] = [
         tuple(Patch(color=tone(name, strand, theme)) for strand in ("forward", "backward"))
         for name in names
     ]
     wait = Patch(facecolor=theme.exposed, edgecolor=theme.hatch, hatch="////", linewidth=0.0)
     legend = figure.legend(
-        [*swatches, wait],
+        [*handles, wait],
         [*names, "exposed: compute waits for a collective"],
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="lower left",
         bbox_to_anchor=(_MARGIN_IN / _WIDTH_IN, 0.0),
         borderpad=0.0,
         borderaxespad=0.8,
-        ncols=len(names) + 1,
+        ncols=min(_LEGEND_COLUMNS, len(names) + 1),
         frameon=False,
         fontsize=11,
         labelcolor=theme.text,
         handlelength=2.0,
         columnspacing=1.3,
-        title="light: forward strand, dark: backward strand",
+        title="light: forward strand, dark: backward strand, empty: neither computing nor waiting",
         title_fontproperties={"size": 11},
         alignment="left",
     )

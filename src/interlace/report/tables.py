@@ -13,7 +13,6 @@ MODE_NAMES = {"eager": "PyTorch eager", "1": "one strand", "2": "two strands, in
 """What people read for each way of running a step."""
 MODE_ORDER = ("eager", "1", "2")
 _NS_PER_MS = 1e6
-_FIRST_TEXT_COLUMNS = 2
 
 
 def milliseconds(time_ns: float) -> str:
@@ -56,6 +55,7 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_column
     return "\n".join(lines)
 
 
+COMPARISON_HEADER = ("way of running", "step ms", "min to max", "CPU ms", "exposed ms", "hidden")
 COLLECTIVE_HEADER = (
     "collective",
     "lane",
@@ -71,7 +71,7 @@ COLLECTIVE_HEADER = (
 def collective_cells(timeline: Timeline) -> list[tuple[str, ...]]:
     """One row of text per kind and lane, as under COLLECTIVE_HEADER, then the sum of all."""
     rows = timeline.collective_rows()
-    cells = []
+    cells: list[tuple[str, ...]] = []
     for row in rows:
         hidden = row.hidden_ns / row.busy_ns if row.busy_ns else 1.0
         times = (row.busy_ns, row.hidden_ns, row.exposed_ns)
@@ -120,7 +120,7 @@ def bench_table(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return aligned(header, cells, text_columns=_FIRST_TEXT_COLUMNS) if cells else "no rows"
+    return aligned(header, cells, text_columns=2) if cells else "no rows"
 
 
 def _optional(value: float | None) -> str:
@@ -139,15 +139,13 @@ def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
     `comparison` is the content of comparison.json; what was not measured is said to be so.
     """
     modes = comparison["modes"]
-    names = ordered_modes(modes)
     lines = [
         f"{comparison['steps']} steps of {comparison['micro_batches']} micro-batches per way, "
         f"taken in turn, on {comparison['link']}",
         "",
     ]
-    rows = [_step_time_cells(name, modes[name]) for name in names]
-    header = ("way of running", "step ms", "min to max", "CPU ms", "exposed ms", "hidden")
-    lines += [*aligned(header, rows, text_columns=1).splitlines(), ""]
+    table = aligned(COMPARISON_HEADER, comparison_rows(comparison), text_columns=1)
+    lines += [*table.splitlines(), ""]
     lines.append(_identity_line(comparison))
     difference = comparison.get("max_relative_difference_to_eager")
     if difference is not None:
@@ -163,6 +161,12 @@ def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
             spread = f"{gain['min']:.2f}x to {gain['max']:.2f}x"
             lines.append(f"speed-up over {name}: {gain['median']:.2f}x ({spread})")
     return lines
+
+
+def comparison_rows(comparison: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """One row of text per compared way, as under COMPARISON_HEADER; times are medians."""
+    modes = comparison["modes"]
+    return [_step_time_cells(name, modes[name]) for name in ordered_modes(modes)]
 
 
 def _step_time_cells(name: str, mode: Mapping[str, Any]) -> tuple[str, ...]:

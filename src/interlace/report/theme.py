@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from matplotlib.colors import to_rgb
 
-from interlace.ir.graph import Kind
-from interlace.ir.timeline import WAIT
+from interlace.ir.graph import COLLECTIVES, COMPUTE_LANE, Kind
+from interlace.ir.timeline import WAIT, Span
 
 FAMILIES = {
     Kind.MATMUL: "matmul",
@@ -23,6 +23,9 @@ FAMILIES = {
     Kind.BROADCAST: "broadcast",
 }
 """What the legend calls each kind of operator."""
+ISSUE = "issuing a collective"
+"""A collective on the compute lane: the time that the rank spends to start it."""
+ALL_FAMILIES = (*dict.fromkeys(FAMILIES.values()), ISSUE)
 
 _HUES = {
     "matmul": "#2f6fd0",
@@ -34,6 +37,7 @@ _HUES = {
     "all-reduce": "#c2448f",
     "all-to-all": "#9b6a3a",
     "broadcast": "#b8a11a",
+    ISSUE: "#64748b",
 }
 _FORWARD_TINT = 0.45
 _BACKWARD_SHADE = 0.12
@@ -83,9 +87,11 @@ DARK = Theme(
 )
 
 
-def family(kind: str) -> str:
-    """The legend's name for a span's kind; unknown kinds count as other."""
-    return FAMILIES[Kind(kind)] if kind in FAMILIES else FAMILIES[Kind.OTHER]
+def family(span: Span) -> str:
+    """The legend's name for what a span does; unknown kinds count as other."""
+    if span.kind in COLLECTIVES and span.lane == COMPUTE_LANE:
+        return ISSUE
+    return FAMILIES[Kind(span.kind)] if span.kind in FAMILIES else FAMILIES[Kind.OTHER]
 
 
 def tone(family_name: str, strand: str, theme: Theme) -> tuple[float, float, float]:

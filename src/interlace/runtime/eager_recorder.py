@@ -57,9 +57,7 @@ class EagerRecorder(TorchDispatchMode):
         return result
 
     def _compute(self, name: str, kind: str, start: int, end: int) -> None:
-        self.spans.append(
-            Span(name, kind, COMPUTE_LANE, start, end, self.strand, self.micro_batch)
-        )
+        self.spans.append(Span(name, kind, COMPUTE_LANE, start, end, self.strand, self.micro_batch))
 
     def _waited(self, tensor: torch.Tensor, start: int, end: int) -> None:
         flying = self._flying.pop(_pointer(tensor), None)

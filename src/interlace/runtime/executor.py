@@ -45,7 +45,11 @@ class StrandExecutor:
         `gradients` are the persistent local buffers, by parameter name, that `backward` adds to.
         """
         strands = {"forward": chunk.forward, "backward": backward}
-        parts = {"forward": ("forward",), "pair": ("forward", "backward"), "backward": ("backward",)}
+        parts = {
+            "forward": ("forward",),
+            "pair": ("forward", "backward"),
+            "backward": ("backward",),
+        }
         self.lowered: dict[str, Lowered] = {
             phase: lower({name: strands[name] for name in parts[phase]}, orders[phase])
             for phase in PHASES
@@ -112,6 +116,4 @@ class StrandExecutor:
                 inputs.append(self._constants[binding.role, binding.target])
         if recorder is None:
             return lowered.module(inputs)
-        return recorder.run(
-            lowered, inputs, {"forward": forward_index, "backward": backward_index}
-        )
+        return recorder.run(lowered, inputs, {"forward": forward_index, "backward": backward_index})

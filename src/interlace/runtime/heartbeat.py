@@ -92,20 +92,19 @@ class Ring:
         if not self._marked_stopped:
             self._rounds += 1
             self._store.set(f"beat/{self._rank}", str(self._rounds))
-        suspicion = verdict = None
-        for _ in range(2):  # a suspect may have stopped meanwhile, or the true cause be known
+        verdict, suspicion = self._look()
+        if suspicion is not None:  # by now it may have stopped, or the true cause be known
             verdict, suspicion = self._look()
-            if verdict is not None or suspicion is None:
-                return verdict
-        assert suspicion is not None
-        return self.decide(suspicion)
+        if verdict is not None or suspicion is None:
+            return verdict
+        held = self.decide(suspicion)
+        if held == suspicion:
+            self._peer.kill()  # paused on this host: its end frees whoever waits for it in gloo
+        return held
 
     def decide(self, verdict: Verdict) -> Verdict:
         """Writes the verdict, unless another rank was first; returns the one that holds."""
-        text = verdict.to_json()
-        held = self._store.compare_set("verdict", _UNDECIDED, text)
-        if held.decode() == text and self._peer.rank == verdict.rank:
-            self._peer.kill()  # paused on this host: its end frees whoever waits for it in gloo
+        held = self._store.compare_set("verdict", _UNDECIDED, verdict.to_json())
         return Verdict.from_json(held)
 
     def stop(self) -> bool:

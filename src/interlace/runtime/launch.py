@@ -102,6 +102,7 @@ def launch(
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             context.close(signal.SIGKILL, FAILED_GRACE_S)
+    assert result is not None  # None only comes with a timeout
     if result.is_failed():
         raise _failure(context.codes, context.paused)
 

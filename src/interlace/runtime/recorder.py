@@ -19,6 +19,7 @@ from interlace.graphs.lower import Lowered
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.timeline import WAIT, Span, Timeline
 
+SETTLE_S = 1.0
 _ISSUERS = {issue for issue, _ in ISSUE.values()}
 
 
@@ -145,8 +146,16 @@ class Recorder:
         self.events.append(event)
         return result
 
+    def _settle(self) -> None:
+        """A work's callback may still be about to run when its wait has returned."""
+        deadline = time.monotonic() + SETTLE_S
+        flying = [event for event in self.events if event.is_collective]
+        while any(event.done is None for event in flying) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
     def timeline(self, label: str, rank: int) -> Timeline:
         """Everything recorded so far, from time 0. Call after the last wait."""
+        self._settle()
         ns = self.clock.nanoseconds
         origin = min((ns(event.start) for event in self.events), default=0)
         spans: list[Span] = []
@@ -166,10 +175,16 @@ class Recorder:
                 lane_free[op.lane] = max(done, lane_free.get(op.lane, 0))
                 spans.append(
                     Span(
-                        event.name, op.kind, op.lane, start, done,
-                        issue_ns=begin, bytes=max(op.bytes_in, op.bytes_out),
-                        end_known=event.done is not None, **common,
-                    )  # fmt: skip
+                        event.name,
+                        op.kind,
+                        op.lane,
+                        start,
+                        done,
+                        issue_ns=begin,
+                        bytes=max(op.bytes_in, op.bytes_out),
+                        end_known=event.done is not None,
+                        **common,
+                    )
                 )
         return Timeline(label, rank, tuple(spans))
 

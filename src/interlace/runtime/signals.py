@@ -86,14 +86,15 @@ class StopFlag:
                 _exit(number, "it was sent twice")
 
 
-def agreed(flag: StopFlag, group: dist.ProcessGroup | None) -> bool:
+def agreed(flag: StopFlag, group: dist.ProcessGroup | None = None) -> bool:
     """Whether any rank has been asked to stop: the same answer on all ranks of `group`.
 
-    Collective: one all-reduce of one int32. Give it a gloo group, or the device waits for the
-    host in every step. Without a group the local flag counts. Sets `requested` on all ranks.
+    Collective, on the default group if none is given: one all-reduce of one int32. Give it a
+    gloo group, or the host waits for the device in every step. In a process that belongs to no
+    group the local flag counts. Sets `requested` on all ranks.
     """
     number = int(signal.Signals[flag.requested]) if flag.requested else 0
-    if group is not None:
+    if dist.is_initialized():
         largest = torch.tensor([number], dtype=torch.int32, device=collective_device(group))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         number = int(largest.item())

@@ -6,6 +6,7 @@ daemon threads run beside the training: one sends and checks heartbeats through 
 process group, the other ends the process when the first can no longer reach that store.
 """
 
+import atexit
 import faulthandler
 import os
 import secrets
@@ -33,7 +34,7 @@ STORE_EXIT_CODE = 45
 _STORE_SLACK_S = 0.5  # the store may be silent this much longer than a rank
 _GRACE_S = 0.25  # for the main thread to notice by itself before the process is ended
 _END_WITHIN_S = 1.5  # from the main thread's error to the end of the process
-_TICK_S = 0.25
+_TICK_S = 0.1
 _HURRY_S = 0.1
 _LAST_WORDS_S = 0.5
 _COMMUNICATION = ("gloo", "nccl", "c10d", "connection", "broken pipe", "timed out", "socket")
@@ -42,13 +43,13 @@ _COMMUNICATION = ("gloo", "nccl", "c10d", "connection", "broken pipe", "timed ou
 class Watchdog:
     """No hang, ever: a context manager around training, entered by all ranks.
 
-    Enter it right after `init_process_group` (it begins with two small all-reduces),
-    with the store of the group. Inside it, a rank that is silent for `dead_after_s`, dies or
-    raises ends all others: where the main thread is blocked, the process prints
-    `error: rank 1 (host, pid 7) ...`, calls `on_exit(message)` and exits with 43 (45 when the
-    store is gone); where a collective raised, the context raises PeerError with the rank truly
-    at fault. A silent rank on the same host is killed. After an error has left the context,
-    the process has 1.5 s to end.
+    Enter it right after `init_process_group` (it begins with two small all-reduces), with the
+    store of the group; leave it before `destroy_process_group`. Inside it, a rank that is silent
+    for `dead_after_s`, dies or raises ends all others: where the main thread is blocked, the
+    process prints `error: rank 1 (host, pid 7) ...`, calls `on_exit(message)` and exits with 43
+    (45 when the store is gone); where a collective raised, the context raises PeerError with the
+    rank truly at fault. A silent rank on the same host is killed. After an error has left the
+    context, the process has 1.5 s to end.
 
     Cost: two small requests to the store per rank and heartbeat (write its counter; read its
     ring neighbour's and the verdict) at any world size. The store answers
@@ -98,7 +99,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         assert not self._done.is_set(), "a watchdog cannot be entered again"
-        # As a maximum: no earlier attempt has used it, and a store may outlive an attempt.
+        # Random, and one for all ranks: the store of a launcher outlives a failed attempt.
         session = _largest(secrets.randbits(62), self._world_size)
         # A connection of its own: the main thread may block in its. (The type stub lacks clone.)
         own: dist.Store = getattr(self._store, "clone")()  # noqa: B009
@@ -182,10 +183,16 @@ class Watchdog:
     def _end_soon(self) -> None:
         """Bounds what follows an error: tearing down a group can block for ever as well."""
         self._told.wait(timeout=2 * self._heartbeat_s)
+        self._heart.join(timeout=_GRACE_S)
+        if self._heart.is_alive():
+            # It hangs in the store, in C++. If it came back while the interpreter shuts down,
+            # Python would end the thread there, and the process would abort.
+            atexit.register(_exit_without_shutdown)
         # The dead-man thread ends the process with the message. It cannot while the interpreter
         # shuts down or a destructor holds its lock; a timer in C can.
         devnull = os.open(os.devnull, os.O_WRONLY)
-        faulthandler.dump_traceback_later(_END_WITHIN_S, exit=True, file=devnull)
+        bound_s = _END_WITHIN_S + _LAST_WORDS_S
+        faulthandler.dump_traceback_later(bound_s, exit=True, file=devnull)
 
     # ---- the heartbeat thread
 
@@ -283,6 +290,12 @@ class Watchdog:
         return Verdict(0, f"{host}, which hosts the store, {what}", hint)
 
 
+def _exit_without_shutdown() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def _largest(number: int, world_size: int) -> int:
     """The maximum over all ranks. Small payloads: gloo notices a peer that dies here."""
     if world_size == 1:
@@ -297,6 +310,14 @@ def _largest(number: int, world_size: int) -> int:
 
 
 def _from_communication(error: BaseException) -> bool:
-    """gloo and NCCL raise plain RuntimeErrors: only their text tells."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _COMMUNICATION)
+    """Whether a communication library raised `error` or what led to it.
+
+    gloo raises plain RuntimeErrors: only their text tells.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause).lower()
+        if isinstance(cause, RuntimeError) and any(word in text for word in _COMMUNICATION):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False

@@ -12,7 +12,7 @@ the result is never predicted to be slower than running the strands one after th
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.plan import PhasePlan
@@ -36,7 +36,9 @@ def list_schedule(
         candidates.append(_schedule(graph, solo_ns, priority, issue_ns))
     timelines = [simulate(graph, order, solo_ns, issue_ns=issue_ns) for order in candidates]
     best = min(range(len(candidates)), key=lambda i: (timelines[i].length_ns, i))
-    return PhasePlan(tuple(candidates[best]), timelines[best].length_ns, timelines[best].exposed_ns())
+    return PhasePlan(
+        tuple(candidates[best]), timelines[best].length_ns, timelines[best].exposed_ns()
+    )
 
 
 def lower_bound_ns(graph: OpGraph, solo_ns: Mapping[str, int], *, issue_ns: int = 0) -> int:
@@ -62,7 +64,7 @@ def _longest_paths(graph: OpGraph, solo_ns: Mapping[str, int]) -> dict[str, int]
 
 def _schedule(
     graph: OpGraph, solo_ns: Mapping[str, int], priority: Mapping[str, float], issue_ns: int
-) -> Sequence[str]:
+) -> tuple[str, ...]:
     position = {op.id: i for i, op in enumerate(graph.operators)}
     users: dict[str, list[str]] = {op.id: [] for op in graph.operators}
     missing = {op.id: len(op.inputs) for op in graph.operators}
@@ -106,4 +108,4 @@ def _schedule(
             missing[user] -= 1
             if not missing[user]:
                 announce(user)
-    return order
+    return tuple(order)

@@ -35,9 +35,7 @@ def simulate(
             start = max(now, lane_free.get(op.lane, 0))
             finish[name] = lane_free[op.lane] = start + solo_ns[name]
             size = max(op.bytes_in, op.bytes_out)
-            spans.append(
-                Span(name, op.kind, op.lane, start, finish[name], strand, 0, now, size)
-            )
+            spans.append(Span(name, op.kind, op.lane, start, finish[name], strand, 0, now, size))
             now += issue_ns
         else:
             spans.append(Span(name, op.kind, COMPUTE_LANE, now, now + solo_ns[name], strand))

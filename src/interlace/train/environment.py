@@ -8,7 +8,6 @@ import socket
 import sys
 from pathlib import Path
 
-import tomli_w
 import torch
 
 import interlace
@@ -18,6 +17,8 @@ from interlace.train.session import Session, link_label
 
 def describe_environment(session: Session, directory: Path) -> None:
     """Write environment.json, the resolved run.toml and, if there is one, the plan."""
+    import tomli_w  # noqa: PLC0415  only runs that write files need it
+
     config = session.config
     on_gpu = session.device.type == "cuda"
     facts = {

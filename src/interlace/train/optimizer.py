@@ -8,9 +8,7 @@ from torch import nn
 from interlace.config import OptimizerConfig
 
 
-def build_optimizer(
-    parameters: list[nn.Parameter], config: OptimizerConfig
-) -> torch.optim.AdamW:
+def build_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW; matrices are decayed, vectors (norms) are not."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},

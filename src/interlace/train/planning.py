@@ -5,6 +5,7 @@ planned on computed costs (`cost.analytic`). A training run plans again on measu
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ def trace_fake(config: RunConfig) -> Strands:
         dist.destroy_process_group()
 
 
-def _costs(config: RunConfig, graphs: dict[str, OpGraph]) -> CostTable:
+def _costs(config: RunConfig, graphs: Mapping[str, OpGraph]) -> CostTable:
     flops = config.hardware.peak_tflops * 1e12
     memory = config.hardware.memory_gb_per_s * 1e9
     if not (flops and memory):
@@ -87,9 +88,7 @@ def _costs(config: RunConfig, graphs: dict[str, OpGraph]) -> CostTable:
     return analytic_costs(graphs, machine, {"tp": config.parallel.tensor})
 
 
-def summary(
-    plan: Plan, graphs: dict[str, OpGraph], costs: CostTable, config: RunConfig
-) -> str:
+def summary(plan: Plan, graphs: Mapping[str, OpGraph], costs: CostTable, config: RunConfig) -> str:
     """A few lines per phase: predicted time, exposed communication, distance to the bound."""
     assumed = "" if config.link.rate else " (assumed; set --link.rate)"
     lines = [

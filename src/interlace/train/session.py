@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import deterministic
 
 from interlace.config import RunConfig, Strands, check, check_world, parse_rate
 from interlace.cost.profile import cached, machine_id
@@ -51,8 +52,9 @@ def process_group(config: RunConfig) -> Iterator[dist.Store]:
             )
         rate = parse_rate(config.link.rate, "link.rate")
         backend = links.emulated_backend(rate, config.link.latency_us)
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
+    if "RANK" not in os.environ:  # a single process needs no launcher
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ.update(alone)
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=60))))
     dist.init_process_group(
         backend, store=dist.PrefixStore("default", store), rank=rank, world_size=world_size
@@ -127,9 +129,7 @@ def open_session(config: RunConfig) -> Session:
     weights = MasterWeights(NextTokenLoss(model), DTYPES[config.train.dtype])
     optimizer = build_optimizer(weights.parameters, config.optimizer)
     schedule = build_schedule(optimizer, config.optimizer, config.train.steps)
-    session = Session(
-        config, rank, world_size, device, mesh, dataset, weights, optimizer, schedule
-    )
+    session = Session(config, rank, world_size, device, mesh, dataset, weights, optimizer, schedule)
     _build_engines(session)
     return session
 
@@ -151,7 +151,7 @@ def _prepare_torch(config: RunConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # Filling every fresh tensor with NaN would cost a write of all activations.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _device() -> torch.device:

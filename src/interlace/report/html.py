@@ -1,0 +1,90 @@
+"""The report as one HTML page: style and pictures inside, no script, nothing fetched."""
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from interlace.report import findings
+from interlace.report.charts import loss_svg, step_time_svg
+from interlace.report.load import RunRecord
+from interlace.report.tables import (
+    COLLECTIVE_HEADER,
+    COMPARISON_HEADER,
+    MODE_NAMES,
+    collective_cells,
+    comparison_rows,
+)
+from interlace.report.theme import DARK, LIGHT, Theme
+
+Table = dict[str, Any]
+
+
+def render(record: RunRecord, *, draw_timeline: Callable[[Theme], bytes], trace_name: str) -> str:
+    """The page of a run. `draw_timeline` gives the PNG for a theme; called only if recorded."""
+    loader = PackageLoader("interlace.report", "templates")
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    timelines = record.first_ranks()
+    comparison = record.comparison
+    plan, plan_lines_left = findings.plan_excerpt(record.plan)
+    train, held_out = findings.points(record, "step"), findings.points(record, "evaluate")
+    return environment.get_template("report.html.jinja").render(
+        themes={"light": LIGHT, "dark": DARK},
+        directory=record.directory.resolve().name,
+        headline=findings.headline(record),
+        facts=findings.facts(record),
+        link=record.link,
+        step_time=_themed(lambda theme: step_time_svg(comparison["modes"], theme), "svg+xml")
+        if comparison
+        else None,
+        comparison=_table(COMPARISON_HEADER, comparison_rows(comparison), 1)
+        if comparison
+        else None,
+        difference=(comparison or {}).get("max_relative_difference_to_eager"),
+        timeline=_themed(draw_timeline, "png") if timelines else None,
+        trace_name=trace_name,
+        modes=[_mode(mode, timeline) for mode, timeline in timelines.items()],
+        ranks=_table(findings.RANK_HEADER, findings.rank_rows(record), 1),
+        without_partner=findings.without_partner(timelines["2"]) if "2" in timelines else "",
+        loss=_themed(lambda theme: loss_svg(train, held_out, theme), "svg+xml")
+        if train or held_out
+        else None,
+        truncated=bool(record.of("truncated")),
+        plan=plan if record.plan else None,
+        plan_lines_left=plan_lines_left,
+        environment=findings.flat(record.environment),
+        config=findings.flat(record.config),
+    )
+
+
+def _mode(mode: str, timeline: Any) -> dict[str, Any]:
+    """The tables of one recorded mode."""
+    has_collectives = bool(timeline.collectives)
+    cells = collective_cells(timeline) if has_collectives else []
+    return {
+        "name": MODE_NAMES.get(mode, mode),
+        "rank": timeline.rank,
+        "collectives": _table(COLLECTIVE_HEADER, cells, 2) if has_collectives else None,
+        "waits": _table(findings.WAIT_HEADER, findings.longest_waits(timeline), 3),
+        "estimated": sum(not span.end_known for span in timeline.collectives),
+        "count": len(timeline.collectives),
+    }
+
+
+def _table(header: Any, rows: Any, text_columns: int) -> Table:
+    return {"header": header, "rows": rows, "text_columns": text_columns}
+
+
+def _themed(draw: Callable[[Theme], bytes], kind: str) -> dict[str, str]:
+    """A picture for each theme, as data URIs."""
+    return {
+        name: f"data:image/{kind};base64,{base64.b64encode(draw(theme)).decode()}"
+        for name, theme in (("light", LIGHT), ("dark", DARK))
+    }
