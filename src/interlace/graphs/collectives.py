@@ -54,17 +54,20 @@ def all_gather(x: Tensor, group_size: int, group_name: str) -> Pending:
     return _pending(output, call(output, x.contiguous(), group=group, async_op=True))
 
 
-def reduce_scatter(x: Tensor, reduce: str, group_size: int, group_name: str) -> Pending:
+def reduce_scatter(
+    x: Tensor, reduce: str, group_size: int, group_name: str, *, consume: bool = False
+) -> Pending:
     """[group_size * n, ...] -> this rank's reduced [n, ...].
 
     gloo itself runs an all-reduce and takes the slice inside `wait()`, in a work object that has
     no future and never reports completion. The same is done here in the open, with the same
-    traffic and the same bits, so that the end of the transfer can be observed.
+    traffic and the same bits, so that the end of the transfer can be observed. `consume` says
+    that nobody else reads `x`, which may then be the buffer of that all-reduce.
     """
     group = process_group(group_name)
     rows = x.shape[0] // group_size
     if dist.get_backend(group) == "gloo":
-        buffer = x.clone(memory_format=torch.contiguous_format)
+        buffer = _writable(x, consume=consume)
         work = dist.all_reduce(buffer, op=_REDUCE[reduce], group=group, async_op=True)
         part = buffer.narrow(0, group.rank() * rows, rows)
         return _pending(part, work, part_of_buffer=True)
@@ -74,9 +77,9 @@ def reduce_scatter(x: Tensor, reduce: str, group_size: int, group_name: str) -> 
     return _pending(output, work)
 
 
-def all_reduce(x: Tensor, reduce: str, group_name: str) -> Pending:
-    """Same shape, reduced over the group; the input is left as it is."""
-    output = x.clone(memory_format=torch.contiguous_format)
+def all_reduce(x: Tensor, reduce: str, group_name: str, *, consume: bool = False) -> Pending:
+    """Same shape, reduced over the group; `x` is left as it is unless `consume` is set."""
+    output = _writable(x, consume=consume)
     group = process_group(group_name)
     work = dist.all_reduce(output, op=_REDUCE[reduce], group=group, async_op=True)
     return _pending(output, work)
@@ -93,6 +96,13 @@ def all_to_all(
     )
     return _pending(output, work)
 
+
+def _writable(x: Tensor, *, consume: bool) -> Tensor:
+    return x.contiguous() if consume else x.clone(memory_format=torch.contiguous_format)
+
+
+CONSUMERS = (reduce_scatter, all_reduce)
+"""Calls that can work in the buffer of an input that nobody else reads."""
 
 ISSUE = {
     _functional.all_gather_into_tensor.default: (all_gather, Kind.ALL_GATHER),

@@ -13,9 +13,9 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 
 from interlace.errors import InputError
-from interlace.graphs.collectives import ISSUE, is_collective, is_wait, wait
+from interlace.graphs.collectives import CONSUMERS, ISSUE, is_collective, is_wait, wait
 from interlace.graphs.export import is_free
-from interlace.graphs.trace import Binding, StrandGraph
+from interlace.graphs.trace import VIEWS, Binding, StrandGraph
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,10 @@ class _Builder:
             copy = self.graph.get_attr(name)
         elif is_collective(node):
             issue, _ = ISSUE[node.target]  # type: ignore[index]
-            copy = self.graph.call_function(issue, fx.node.map_arg(node.args, copied))
+            options: dict[str, Any] = (
+                {"consume": True} if issue in CONSUMERS and _sole_reader(node) else {}
+            )
+            copy = self.graph.call_function(issue, fx.node.map_arg(node.args, copied), options)
         elif is_wait(node):
             copy = self.graph.call_function(wait, (copied(node.all_input_nodes[0]),))
         else:
@@ -143,3 +146,13 @@ class _Builder:
         self.graph.output(tuple(outputs))
         module = fx.GraphModule(self.root, self.graph)
         return Lowered(module, tuple(self.inputs), tuple(owners))
+
+
+def _sole_reader(collective: fx.Node) -> bool:
+    """Whether the collective is the only reader of a value that an operator made for it."""
+    source = collective.all_input_nodes[0]
+    while len(source.users) == 1:
+        if source.target not in VIEWS:
+            return not is_free(source)
+        source = source.all_input_nodes[0]
+    return False

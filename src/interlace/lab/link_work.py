@@ -1,4 +1,4 @@
-"""One emulated link, and the torch.distributed work that completes when the link is done with it."""
+"""One emulated link, and the works that complete when the link is done with them."""
 
 import heapq
 import threading

@@ -41,8 +41,7 @@ def emulated_backend(rate_bits: int, latency_us: float) -> str:
             store: dist.Store, rank: int, size: int, timeout: timedelta
         ) -> "EmulatedProcessGroup":
             link = EmulatedLink(rate_bits=rate_bits, latency_us=latency_us)
-            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-            return EmulatedProcessGroup(gloo, dist.ProcessGroup(store, rank, size), link)
+            return EmulatedProcessGroup(store, rank, size, timeout, link)
 
         dist.Backend.register_backend(name, create, devices=["cpu"])
     return name
@@ -154,12 +153,15 @@ class EmulatedProcessGroup(dist.ProcessGroup):
     n-1 parts at the root of gather and scatter.
     """
 
-    def __init__(self, backend: dist.Backend, gloo: dist.ProcessGroup, link: EmulatedLink) -> None:
-        super().__init__(gloo.rank(), gloo.size())
-        self.gloo = gloo
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, link: EmulatedLink
+    ) -> None:
+        super().__init__(store, rank, size)
         self.link = link
+        self.gloo = dist.ProcessGroup(store, rank, size)
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         # Registered on this group too, because torch asks it for its devices and its name.
-        for group in (gloo, self):
+        for group in (self.gloo, self):
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
 
@@ -202,15 +204,18 @@ class EmulatedProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def send(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Work:
+        """Occupies the outbound side; gloo takes the receiver and the tag."""
         end_ns = self.link.send(_bytes(tensors))
         work = EmulatedWork(self.gloo.send(tensors, *args, **kwargs), self.link)
         work.follow_point_to_point(tensors, lambda: end_ns)
         return work
 
     def recv(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Work:
+        """Occupies the inbound side once the data is there; gloo takes sender and tag."""
         return self._receive(self.gloo.recv(tensors, *args, **kwargs), tensors)
 
     def recv_anysource(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Work:
+        """As `recv`, from whoever sends first; `_source_rank` of the work tells who."""
         return self._receive(self.gloo.recv_anysource(tensors, *args, **kwargs), tensors)
 
     def _receive(self, inner: Work, tensors: list[torch.Tensor]) -> Work:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch.distributed.elastic.multiprocessing import (
 
 from interlace.errors import InputError, RunError
 from interlace.runtime.launched import CORES, LAUNCHER_PID
+from interlace.runtime.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE
 
 FAILED_GRACE_S = 3
 """Time for the other ranks to end after one failed, then SIGKILL."""
@@ -33,6 +35,8 @@ STOP_GRACE_S = 5
 """Time for all ranks to end after SIGINT or SIGTERM, then SIGKILL."""
 
 _POLL_S = 0.05
+_CAUSE_S = 1.0
+_VICTIMS = {PEER_EXIT_CODE, STORE_EXIT_CODE}
 _BAD_INPUT = 2
 _SEE_ABOVE = "its own message is above"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -57,6 +61,7 @@ class _Ranks(SubprocessContext):
     def close(self, death_sig: signal.Signals | None = None, timeout: int = FAILED_GRACE_S) -> None:
         """Signal the ranks that still run, wait, then SIGKILL; torch calls it on a failure."""
         if not self.codes:
+            self._wait_for_cause()
             processes = {rank: handler.proc for rank, handler in self.subprocess_handlers.items()}
             self.codes = {rank: process.returncode for rank, process in processes.items()}
             self.paused = [
@@ -67,6 +72,16 @@ class _Ranks(SubprocessContext):
             for rank in self.paused:  # no other signal reaches them
                 self.subprocess_handlers[rank].close(signal.SIGKILL)
         super().close(death_sig, timeout)
+
+    def _wait_for_cause(self) -> None:
+        """A rank that left because of another may end first; the one at fault ends soon after."""
+        deadline = time.monotonic() + _CAUSE_S
+        while time.monotonic() < deadline:
+            codes = [handler.proc.poll() for handler in self.subprocess_handlers.values()]
+            ended = [code for code in codes if code is not None]
+            if not ended or not set(ended) <= _VICTIMS or len(ended) == len(codes):
+                return
+            time.sleep(_POLL_S)
 
 
 def launch(
@@ -146,10 +161,10 @@ def _failure(codes: Mapping[int, int | None], paused: Sequence[int]) -> RunError
     """The error that names the rank at fault, from how the ranks stood when the first one ended.
 
     A rank that was paused made the others give up; one that was ended by a signal made its peers
-    exit with a code, perhaps within the same look.
+    exit with a code, perhaps within the same look; exit codes of the watchdog blame another rank.
     """
     failed = {rank: code for rank, code in codes.items() if code}
-    first = min(failed, key=lambda rank: (failed[rank] > 0, rank))
+    first = min(failed, key=lambda rank: (failed[rank] > 0, failed[rank] in _VICTIMS, rank))
     if paused:
         return RunError(
             f"rank {paused[0]} was paused (SIGSTOP), and rank {first} {_ending(failed[first])}",

@@ -52,6 +52,9 @@ class Trainer:
         ]
         self.metrics = None
         if session.rank == 0:
+            # Not before: a run that cannot start must not cost the user an earlier one.
+            for path in _earlier_run(self.directory):
+                path.unlink()
             describe_environment(session, self.directory)
             self.metrics = MetricsWriter(self.directory, tensorboard=config.output.tensorboard)
         size = vocabulary(config, session.dataset.vocab_size)
@@ -189,13 +192,16 @@ def claim_directory(config: RunConfig) -> None:
             f"output.directory = {config.output.directory!r} cannot be made: {error.strerror}",
             hint="choose another output.directory",
         ) from error
-    old = [directory / name for name in ("metrics.jsonl", "comparison.json", "plan.txt")]
-    old += sorted((directory / "timelines").glob("*.json"))
-    old = [path for path in old if path.exists()]
-    if old and not config.output.overwrite:
+    if _earlier_run(directory) and not config.output.overwrite:
         raise InputError(
             f"output.directory = {config.output.directory!r} holds an earlier run",
             hint="choose another output.directory, or set output.overwrite = true",
         )
-    for path in old:
-        path.unlink()
+
+
+def _earlier_run(directory: Path) -> list[Path]:
+    """Files of a run that was written into this directory."""
+    names = ("metrics.jsonl", "comparison.json", "plan.txt", "environment.json")
+    paths = [directory / name for name in names]
+    paths += sorted((directory / "timelines").glob("*.json"))
+    return [path for path in paths if path.exists()]

@@ -15,13 +15,16 @@ from interlace.runtime.watchdog import Watchdog
 from interlace.train.loop import Trainer, claim_directory
 from interlace.train.session import Session, open_session, process_group
 
+SAME_MISTAKE_S = 0.5
+"""Less than the 0.75 s after which the watchdog ends a rank whose peer has failed."""
+
 
 def main(config: RunConfig) -> int:
     """Run this rank. Returns the exit code; raises InterlaceError on failure."""
     with StopFlag() as stop, process_group(config) as store:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if world_size == 1 or not config.watchdog.enabled:
-            return _train(config, stop)
+            return _train(config, stop, store)
         with Watchdog(
             store,
             rank,
@@ -29,23 +32,35 @@ def main(config: RunConfig) -> int:
             heartbeat_s=config.watchdog.heartbeat_s,
             dead_after_s=config.watchdog.dead_after_s,
         ):
-            return _train(config, stop)
+            return _train(config, stop, store)
 
 
-def _train(config: RunConfig, stop: StopFlag) -> int:
+def _train(config: RunConfig, stop: StopFlag, store: dist.Store) -> int:
     try:
         if dist.get_rank() == 0:
             claim_directory(config)
         session = open_session(config)
-    except InputError:
-        # Every rank finds the same mistake; one of them says it, and says it first.
-        if dist.get_rank() > 0:
-            time.sleep(1.0)
-            sys.exit(InputError.exit_code)
+    except InputError as error:
+        if _first_rank_says(error, store):
+            sys.exit(error.exit_code)
         raise
     check_agreement(_fields(session))
     Trainer(session).run(stop)
     return 0
+
+
+def _first_rank_says(error: InputError, store: dist.Store) -> bool:
+    """Whether the first rank reports the same mistake, so that this rank can stay quiet."""
+    key = "interlace/input_error"
+    if dist.get_rank() == 0:
+        store.set(key, error.message)
+        return False
+    deadline = time.monotonic() + SAME_MISTAKE_S
+    while time.monotonic() < deadline:
+        if store.check([key]):
+            return store.get(key).decode() == error.message
+        time.sleep(0.02)
+    return False
 
 
 def _fields(session: Session) -> dict[str, str]:

@@ -1,0 +1,45 @@
+"""Runs one rank of a lab on one core: `python -m interlace.lab.pin CORES FOLDER PROGRAM ARG...`
+
+torchrun starts this once per rank. CORES (comma separated) are the host's, by LOCAL_RANK. FOLDER
+is the lab's: `FOLDER/stderr` is a pipe that takes the standard error of all ranks, and a rank that
+fails leaves its exit code in `FOLDER/exit-RANK` (torchrun keeps it to itself). Only rank 0 has a
+standard output.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def main(cores: str, folder: Path, program: list[str]) -> int:
+    """Run `program` to its end; returns its exit code, 128 + number for a signal."""
+    own = [int(core) for core in cores.split(",")]
+    os.sched_setaffinity(0, {own[int(os.environ["LOCAL_RANK"]) % len(own)]})
+    rank = os.environ["RANK"]
+    with open(folder / "stderr", "wb") as stderr:
+        out = None if rank == "0" else subprocess.DEVNULL
+        # Blocked until the child is known, so that no signal is lost in between.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        child = subprocess.Popen(
+            program,
+            stdout=out,
+            stderr=stderr,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS),
+        )
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, _frame: child.send_signal(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    code = child.wait()
+    if code:
+        part = folder / f".exit-{rank}"
+        part.write_text(str(code))
+        part.rename(folder / f"exit-{rank}")
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,158 @@
+"""What the tests of strands run inside a rank: a laid-out Llama, ways to run it, fingerprints.
+
+Everything is made from seeds, so that ranks and ways to run start from the same numbers.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from interlace.config import ModelConfig, OptimizerConfig, ParallelConfig
+from interlace.ir.plan import Plan
+from interlace.models import model_file
+from interlace.models.loss import NextTokenLoss
+from interlace.parallel.meshes import axis_of_group, build_mesh
+from interlace.parallel.tensor import apply_tensor_parallel, loss_context
+from interlace.runtime.executor import Batch, local
+from interlace.runtime.strands import Strands, build_strands, make_plan, profile_strands
+from interlace.train.engines import EagerEngine, Engine, StrandEngine, planned_orders
+from interlace.train.optimizer import build_optimizer
+from interlace.train.weights import MasterWeights, clip_gradients
+
+VOCABULARY = 256
+MICRO_BATCHES = 4
+MODEL_SEED = 7
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A small model; `sequence` tokens per sample."""
+
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+    kv_heads: int = 4
+    ffn_width: int = 96
+    sequence: int = 32
+    tied_head: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            ffn_width=self.ffn_width,
+            tied_head=self.tied_head,
+        )
+
+    def build(self) -> torch.nn.Module:
+        """The plain model on one device, always with the same weights."""
+        torch.manual_seed(MODEL_SEED)
+        return model_file("llama").build(self.model, VOCABULARY, self.sequence)
+
+    def batches(self, step: int, count: int = MICRO_BATCHES) -> list[Batch]:
+        """The micro-batches of a step: two samples each."""
+        draw = torch.Generator().manual_seed(1000 + step)
+        text = torch.randint(0, VOCABULARY, (count, 2, self.sequence + 1), generator=draw)
+        return [(sample[:, :-1].contiguous(), sample[:, 1:].contiguous()) for sample in text]
+
+
+@dataclass
+class World:
+    """One rank's share of a case. `start` holds the masters as they were first."""
+
+    case: Case
+    mesh: DeviceMesh
+    weights: MasterWeights
+    strands: Strands
+    buffers: dict[str, Tensor]
+    start: dict[str, Tensor] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Put the first weights back."""
+        for name, master in self.weights.masters.items():
+            local(master).copy_(self.start[name])
+        self.weights.publish()
+
+    def measured_plan(self) -> Plan:
+        """The plan that a training run would make here."""
+        batch = self.case.batches(0)[0]
+        costs = profile_strands(self.strands, batch, "cpu", repeats=2, machine="test")
+        return make_plan(self.strands.op_graphs, costs, "list")
+
+    def engine(self, orders: dict[str, tuple[str, ...]] | None = None) -> StrandEngine:
+        """Runs strands in `orders`; without `orders` one strand after the other."""
+        orders = orders or self.strands.sequential_orders()
+        return StrandEngine(self.weights, self.strands, orders, self.buffers)
+
+    def planned(self) -> StrandEngine:
+        """Two strands in the order of a measured plan."""
+        return self.engine(planned_orders(self.measured_plan()))
+
+    def eager(self) -> EagerEngine:
+        """Plain autograd."""
+        return EagerEngine(self.weights, self.mesh)
+
+
+def open_world(case: Case, ranks: int) -> World:
+    """Build, lay out and trace a case; the process group exists."""
+    mesh = build_mesh(ParallelConfig(tensor=ranks), "cpu")
+    model = case.build()
+    apply_tensor_parallel(model, mesh, model_file("llama").TENSOR_PLAN)
+    weights = MasterWeights(NextTokenLoss(model), case.dtype)
+    with loss_context(mesh):
+        strands = build_strands(weights.module, case.batches(0)[0], axis_of_group(mesh))
+    world = World(case, mesh, weights, strands, weights.buffers())
+    world.start = {name: local(p).clone() for name, p in weights.masters.items()}
+    return world
+
+
+def bits(tensor: Tensor) -> str:
+    """A hash of a tensor's exact bits."""
+    data = local(tensor).contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()
+
+
+def fingerprint(world: World, losses: Sequence[Tensor]) -> dict[str, str]:
+    """The exact bits of every loss, gradient and weight, by name."""
+    found = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(losses, 1)}
+    for name, master in world.weights.masters.items():
+        assert master.grad is not None
+        found[f"gradient {name}"] = bits(master.grad)
+        found[f"weight {name}"] = bits(master)
+    for name, parameter in world.weights.module.named_parameters():
+        found[f"computing weight {name}"] = bits(parameter)
+    return found
+
+
+def train(world: World, engine: Engine, steps: int) -> list[dict[str, str]]:
+    """Train from the first weights: after each step the fingerprint, gradients as clipped."""
+    world.reset()
+    optimizer = build_optimizer(world.weights.parameters, OPTIMIZER)
+    found = []
+    for step in range(steps):
+        losses = engine.step(world.case.batches(step))
+        clip_gradients(world.weights.parameters, OPTIMIZER.clip_norm)
+        optimizer.step()
+        world.weights.publish()
+        found.append(fingerprint(world, losses))
+    return found
+
+
+def differences(one: list[dict[str, str]], other: list[dict[str, str]]) -> list[str]:
+    """Which steps and names differ in any bit; the comparison that all tests of bits use."""
+    assert len(one) == len(other)
+    return [
+        f"step {step}: {name}"
+        for step, (a, b) in enumerate(zip(one, other, strict=True), 1)
+        for name in sorted(a.keys() | b.keys())
+        if a.get(name) != b.get(name)
+    ]

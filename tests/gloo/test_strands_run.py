@@ -1,0 +1,312 @@
+"""Proves what holds while strands run: memory, recording, delays, and that the gate can fail.
+
+One launch of two ranks per child; the tests read the facts that it returns.
+"""
+
+import gc
+import random
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from processes import gloo_group, run_ranks
+from strand_world import (
+    MICRO_BATCHES,
+    Case,
+    World,
+    differences,
+    fingerprint,
+    open_world,
+    train,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from interlace.graphs import collectives
+from interlace.ir.graph import COMPUTE_LANE
+from interlace.ir.timeline import WAIT, Timeline, overlaps
+from interlace.runtime.executor import local
+from interlace.train.engines import StrandEngine
+
+CASE = Case(heads=4, kv_heads=2)
+DELAY_SEEDS = 20
+LONGEST_DELAY_S = 0.005
+
+
+def in_world(facts: Callable[[World], dict[str, Any]]) -> dict[str, Any]:
+    with gloo_group():
+        return facts(open_world(CASE, 2))
+
+
+# Memory
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of all storages that any tensor known to Python holds."""
+    gc.collect()
+    storages = {
+        (storage := tensor.untyped_storage()).data_ptr(): storage.nbytes()
+        for tensor in gc.get_objects()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    }
+    return sum(storages.values())
+
+
+class AliveAtEachOperator(TorchDispatchMode):
+    """Counts, before each operator, how many of some tensors still exist."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.references = [weakref.ref(tensor) for tensor in tensors]
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts.append(sum(reference() is not None for reference in self.references))
+        return func(*args, **(kwargs or {}))
+
+
+def deaths_of_saved_values(engine: StrandEngine) -> list[int]:
+    """How many values that forward saved for backward exist before each backward operator."""
+    executor, batch = engine.executor, CASE.batches(0)[0]
+    with torch.no_grad():
+        _, *outputs = executor._run("forward", batch, {}, 1, 0, None)
+        constants = {id(value) for value in executor._constants.values()}
+        watched = [t for t in outputs if id(t) not in constants and t is not batch[0]]
+        mode = AliveAtEachOperator([t for t in watched if t is not batch[1]])
+        saved = dict(zip(executor._saved, outputs, strict=True))
+        del outputs, watched
+        with mode:
+            executor._run("backward", batch, saved, 0, 1, None)
+    return mode.counts
+
+
+def memory_facts(world: World) -> dict[str, Any]:
+    engine = world.planned()
+    places, live = [], []
+    for step in range(5):
+        losses = engine.step(CASE.batches(step))
+        gradients = [p.grad for p in world.weights.parameters]
+        places.append([local(g).untyped_storage().data_ptr() for g in gradients if g.dim() > 1])
+        del losses, gradients
+        engine.losses = []
+        live.append(live_tensor_bytes())
+    buffers = {b.untyped_storage().data_ptr() for b in world.buffers.values()}
+    return {
+        "always the same buffers": all(place == places[0] for place in places),
+        "gradients are buffers": set(places[0]) <= buffers,
+        "live bytes": live,
+        "saved values alive": deaths_of_saved_values(world.engine()),
+    }
+
+
+def memory() -> dict[str, Any]:
+    """A child."""
+    return in_world(memory_facts)
+
+
+def test_memory_stays_the_same_and_saved_values_die_at_their_last_use() -> None:
+    """Gradient buffers never move, no step leaves a tensor behind, backward frees as it goes."""
+    for result in run_ranks("test_strands_run:memory", 2):
+        facts = result.value
+        assert facts["always the same buffers"]
+        assert facts["gradients are buffers"]
+        assert len(set(facts["live bytes"][1:])) == 1
+        alive = facts["saved values alive"]
+        assert alive[0] > 20
+        assert alive == sorted(alive, reverse=True)
+        assert alive[len(alive) // 2] < alive[0]
+        assert alive[-1] <= 2
+
+
+# Recording
+
+
+def recorder_facts(world: World) -> dict[str, Any]:
+    facts: dict[str, Any] = {"different": {}, "faults": {}, "collectives": {}}
+    for name, engine in {"one": world.engine(), "two": world.planned()}.items():
+        plain = fingerprint(world, engine.step(CASE.batches(0)))
+        timeline = engine.record(CASE.batches(0), name, world.mesh.get_rank())
+        recorded = fingerprint(world, engine.losses)
+        facts["different"][name] = differences([plain], [recorded])
+        facts["faults"][name] = timeline_faults(timeline, world)
+        facts["collectives"][name] = [
+            f"{s.micro_batch} {s.strand} {s.name}" for s in timeline.collectives
+        ]
+    eager = world.eager()
+    plain = fingerprint(world, eager.step(CASE.batches(0)))
+    timeline = eager.record(CASE.batches(0), "eager", world.mesh.get_rank())
+    facts["different"]["eager"] = differences([plain], [fingerprint(world, eager.losses)])
+    facts["eager compute overlaps"] = len(
+        overlaps(tuple(s for s in timeline.spans if s.lane == COMPUTE_LANE))
+    )
+    facts["eager collectives"] = len(timeline.collectives)
+    return facts
+
+
+def timeline_faults(timeline: Timeline, world: World) -> list[str]:
+    """Everything that a sound timeline of a whole step must not show."""
+    faults = []
+    compute = tuple(s for s in timeline.spans if s.lane == COMPUTE_LANE)
+    faults += [f"{a.name} overlaps {b.name}" for a, b in overlaps(compute)]
+    faults += [f"{s.name} ends before it starts" for s in timeline.spans if s.duration_ns < 0]
+    faults += [f"{s.name} starts before 0" for s in timeline.spans if s.start_ns < 0]
+    for span in timeline.collectives:
+        if not span.end_known:
+            faults.append(f"{span.name} was never seen to end")
+        if not span.issue_ns <= span.start_ns <= span.end_ns <= timeline.length_ns:
+            faults.append(f"{span.name} is out of order")
+    graphs = world.strands.op_graphs
+    for phase in ("forward", "backward"):
+        for op in graphs[phase].operators:
+            lanes = [s.lane for s in timeline.spans if (s.strand, s.name) == (phase, op.id)]
+            waits = [
+                s for s in timeline.spans if s.kind == WAIT and (s.strand, s.name) == (phase, op.id)
+            ]
+            own = lanes.count(op.lane) - (len(waits) if op.lane == COMPUTE_LANE else 0)
+            if own != MICRO_BATCHES:
+                faults.append(f"{phase}.{op.id} is there {own} times")
+            if op.is_collective and len(waits) != MICRO_BATCHES:
+                faults.append(f"{phase}.{op.id} is waited for {len(waits)} times")
+    return faults + _misplaced_waits(timeline)
+
+
+def _misplaced_waits(timeline: Timeline) -> list[str]:
+    """A wait ends no earlier than its collective is issued, and lies within the timeline."""
+    issued = {(s.strand, s.micro_batch, s.name): s for s in timeline.collectives}
+    return [
+        f"the wait for {wait.name} is out of place"
+        for wait in timeline.spans
+        if wait.kind == WAIT
+        and not (
+            issued[wait.strand, wait.micro_batch, wait.name].issue_ns
+            <= wait.start_ns
+            <= wait.end_ns
+            <= timeline.length_ns
+        )
+    ]
+
+
+def recording() -> dict[str, Any]:
+    """A child."""
+    return in_world(recorder_facts)
+
+
+def test_a_recorded_step_has_the_same_bits_and_a_sound_timeline() -> None:
+    """Also for eager; both ranks issue the same collectives in the same order."""
+    results = [result.value for result in run_ranks("test_strands_run:recording", 2)]
+    for facts in results:
+        assert facts["different"] == {"one": [], "two": [], "eager": []}
+        assert facts["faults"] == {"one": [], "two": []}
+        assert facts["eager compute overlaps"] == 0
+        assert facts["eager collectives"] > 20
+    assert results[0]["collectives"] == results[1]["collectives"]
+    one, two = results[0]["collectives"]["one"], results[0]["collectives"]["two"]
+    assert one != two
+    assert sorted(one) == sorted(two)
+
+
+# Delays
+
+
+def delay_facts(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """20 times the same step, with sleeps that differ between ranks and from time to time."""
+    engine = world.planned()
+    batches = CASE.batches(0)
+    expected = fingerprint(world, engine.step(batches))
+    draw, slept, run = random.Random(), [], engine.executor._run
+    group = collectives.process_group
+
+    def sleep() -> None:
+        slept.append(draw.uniform(0, LONGEST_DELAY_S))
+        time.sleep(slept[-1])
+
+    def delayed_group(name: str) -> Any:
+        sleep()  # every collective looks its group up just before it starts
+        return group(name)
+
+    def delayed_run(*arguments: Any) -> Any:
+        sleep()
+        return run(*arguments)
+
+    monkeypatch.setattr(collectives, "process_group", delayed_group)
+    monkeypatch.setattr(engine.executor, "_run", delayed_run)
+    different = []
+    for seed in range(DELAY_SEEDS):
+        draw.seed(2 * seed + world.mesh.get_rank())
+        different += differences([expected], [fingerprint(world, engine.step(batches))])
+    return {"different": different, "sleeps": len(slept), "first": slept[:3]}
+
+
+def delays() -> dict[str, Any]:
+    """A child."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return in_world(lambda world: delay_facts(world, monkeypatch))
+
+
+def test_ranks_that_run_apart_neither_hang_nor_change_a_bit() -> None:
+    """Random sleeps up to 5 ms before collectives and between phases, different on each rank."""
+    results = [result.value for result in run_ranks("test_strands_run:delays", 2, timeout_s=110)]
+    for facts in results:
+        assert facts["different"] == []
+        assert facts["sleeps"] >= DELAY_SEEDS * MICRO_BATCHES * 10
+    assert results[0]["first"] != results[1]["first"]
+
+
+# The gate can fail
+
+
+def without_one_accumulation(world: World) -> tuple[StrandEngine, str]:
+    """Two strands that forget to add one gradient; and the name of its parameter."""
+    engine = world.planned()
+    lowered = engine.executor.lowered["pair"]
+    graph = lowered.module.graph
+    node = next(n for n in graph.nodes if n.target == torch.ops.aten.addmm_.default)
+    place = list(graph.find_nodes(op="placeholder")).index(node.args[0])
+    graph.erase_node(node)
+    lowered.module.recompile()
+    return engine, lowered.inputs[place][1].target
+
+
+def reordered(world: World, order: list[int]) -> StrandEngine:
+    """Two strands that take the wrong micro-batches."""
+    engine = world.planned()
+    step = engine.executor.step
+    engine.executor.step = lambda batches, recorder: step([batches[i] for i in order], recorder)
+    return engine
+
+
+def mutation_facts(world: World) -> dict[str, Any]:
+    """What the comparison of bits says about engines that are wrong on purpose."""
+    batches = CASE.batches(0)
+    one = fingerprint(world, world.engine().step(batches))
+    engine, parameter = without_one_accumulation(world)
+    engines = {
+        "sound": world.planned(),
+        "dropped": engine,
+        "swapped": reordered(world, [0, 2, 1, 3]),
+        "twice": reordered(world, [0, 1, 2, 2]),
+    }
+    facts = {
+        k: differences([one], [fingerprint(world, e.step(batches))]) for k, e in engines.items()
+    }
+    return {**facts, "parameter": parameter, "gradients": len(world.weights.parameters)}
+
+
+def mutations() -> dict[str, Any]:
+    """A child."""
+    return in_world(mutation_facts)
+
+
+def test_the_comparison_notices_wrong_engines() -> None:
+    """A gradient not added is named alone; swapped and repeated micro-batches are noticed."""
+    for result in run_ranks("test_strands_run:mutations", 2):
+        facts = result.value
+        assert facts["sound"] == []
+        assert facts["dropped"] == [f"step 1: gradient {facts['parameter']}"]
+        gradients = [name for name in facts["swapped"] if "gradient" in name]
+        assert len(gradients) > facts["gradients"] / 2
+        assert {"step 1: loss 2", "step 1: loss 3"} <= set(facts["swapped"])
+        assert "step 1: loss 1" not in facts["swapped"]
+        assert "step 1: loss 4" in facts["twice"]
