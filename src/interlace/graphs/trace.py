@@ -184,7 +184,19 @@ def _set_outputs(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     output = output_node(graph)
     output.args = (tuple(nodes),)
     output.meta.pop("desc", None)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(is_impure_node=_must_stay)
+
+
+def _must_stay(node: fx.Node) -> bool:
+    """Whether a node stays though nobody uses its result: it writes to one of its arguments.
+
+    By torch's own rule attention (it can draw random numbers) and waits stay too, and with them,
+    in backward, the forward attention of every layer and the head's matmul up to a collective.
+    """
+    if node.op in ("placeholder", "output"):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def _drop_unused_inputs(graph: fx.Graph) -> None:

@@ -126,6 +126,9 @@ def from_text(text: str, where: str = "plan") -> Plan:
             close()
             keys = ("operators", "predicted_ns", "exposed_ns")
             name, fields, order = found[1], dict(zip(keys, found.groups()[1:], strict=True)), []
+            if name not in PHASES or name in phases:
+                why = "comes twice" if name in phases else "is not one of " + ", ".join(PHASES)
+                raise InputError(f"{where}: line {number}: phase {name!r} {why}")
         elif not line.strip() or line.strip().split()[0] == COMPUTE_LANE:
             continue
         elif not name:
@@ -136,6 +139,9 @@ def from_text(text: str, where: str = "plan") -> Plan:
                 raise InputError(f"{where}: line {number} must name one operator: {line!r}")
             order.append(names[0])
     close()
+    missing = [phase for phase in PHASES if phase not in phases]
+    if missing:
+        raise InputError(f"{where}: phase {missing[0]!r} is missing", hint="plan again")
     return Plan(head["search"], head["graph"], head["costs"], phases)
 
 

@@ -6,7 +6,7 @@ file and the place in it.
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from interlace.errors import InputError
 
@@ -16,8 +16,25 @@ T = TypeVar("T")
 def _converter() -> Any:
     # Imported here: planning and running on a GPU machine need no JSON and often have no cattrs.
     import cattrs  # noqa: PLC0415
+    from cattrs.cols import list_structure_factory  # noqa: PLC0415
 
-    return cattrs.Converter(forbid_extra_keys=True)
+    converter = cattrs.Converter(forbid_extra_keys=True)
+
+    @converter.register_structure_hook_factory(lambda type_: get_origin(type_) is tuple)
+    def _tuple(type_: Any, converter: Any) -> Any:
+        items = list_structure_factory(type_, converter)
+        return lambda value, _: tuple(items(_exactly(value, list), type_))
+
+    for type_ in (int, str, bool):
+        # By itself cattrs would call the type: int("5"), int(1.7), tuple("abc").
+        converter.register_structure_hook_func(lambda t, own=type_: t is own, _exactly)
+    return converter
+
+
+def _exactly(value: Any, type_: type) -> Any:
+    if type(value) is not type_:
+        raise TypeError(f"expected {type_.__name__}, not {value!r}")
+    return value
 
 
 def dumps(value: object) -> str:

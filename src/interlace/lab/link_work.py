@@ -4,9 +4,10 @@ import heapq
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ class EmulatedLink:
         self._inbound_free_ns = 0
         self._lock = threading.Lock()
         self._timer = _Timer()
-        # The thread holds only the timer, so a link that nobody uses ends its thread.
-        weakref.finalize(self, self._timer.stop)
+        self._worker = _Worker()
+        # Idle threads hold only these two, so a link that nobody uses ends its threads.
+        for thread in (self._timer, self._worker):
+            weakref.finalize(self, thread.stop)
 
     def send(self, wire_bytes: float) -> int:
         """Occupy the outbound side from now on; returns the monotonic end in ns."""
@@ -47,6 +50,10 @@ class EmulatedLink:
             action()
         else:
             self._timer.at(end_ns, action)
+
+    def one_by_one(self, action: Callable[[], None]) -> None:
+        """Call `action` in a thread, after those given earlier."""
+        self._worker.add(action)
 
     def _end_ns(self, start_ns: int, wire_bytes: float) -> int:
         return start_ns + round(self._latency_ns + wire_bytes * self._ns_per_byte)
@@ -97,6 +104,28 @@ class _Timer:
         return None
 
 
+class _Worker:
+    """Calls actions one after the other in one daemon thread, started at the first action."""
+
+    def __init__(self) -> None:
+        self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._started = False
+
+    def add(self, action: Callable[[], None]) -> None:
+        self._actions.put(action)
+        if not self._started:  # only the thread that issues collectives comes here
+            self._started = True
+            threading.Thread(target=self._run, name="interlace-wait", daemon=True).start()
+
+    def stop(self) -> None:
+        self._actions.put(None)
+
+    def _run(self) -> None:
+        while (action := self._actions.get()) is not None:
+            action()
+            del action
+
+
 class EmulatedWork(Work):
     """A gloo operation whose completion is held back until its time on the link is over."""
 
@@ -108,11 +137,10 @@ class EmulatedWork(Work):
         self._error: Exception | None = None
         self._future: Future[Any] = Future()
 
-    def follow_collective(self, end_ns: int) -> None:
-        """Complete at `end_ns`, or when the inner collective finishes if that is later."""
+    def follow_future(self, end_ns: int) -> None:
+        """Complete at `end_ns`, or when the inner operation's future does if that is later."""
 
         def inner_done(inner: Future[Any]) -> None:
-            # A failed future raises from value(); it fails this work without delay.
             try:
                 value = inner.value()
             except Exception as error:
@@ -122,23 +150,28 @@ class EmulatedWork(Work):
 
         self._inner.get_future().add_done_callback(inner_done)
 
-    def follow_point_to_point(
-        self, tensors: Sequence[torch.Tensor], end_ns: Callable[[], int]
-    ) -> None:
-        """Like `follow_collective`; `end_ns` is called once the inner operation has finished.
+    def follow_in_order(self, outputs: Any, end_ns: int) -> None:
+        """As `follow_future`, for a collective without a future: a thread waits for each in turn.
 
-        gloo has no future for point-to-point operations, so one thread waits for each of them.
+        Every rank issues collectives in the same order, so none waits behind a later one.
         """
+        self._link.one_by_one(lambda: self._wait_inner(outputs, lambda: end_ns))
 
-        def wait_inner() -> None:
-            try:
-                self._inner.wait()
-            except Exception as error:
-                self._fail(error)
-            else:
-                self._link.at(end_ns(), lambda: self._succeed(list(tensors)))
+    def follow_alone(self, tensors: Any, end_ns: Callable[[], int]) -> None:
+        """As `follow_in_order`, with a thread of its own: a message may be received long after a
+        later one. `end_ns` is called once gloo has finished.
+        """
+        threading.Thread(
+            target=self._wait_inner, args=(tensors, end_ns), name="interlace-p2p", daemon=True
+        ).start()
 
-        threading.Thread(target=wait_inner, name="interlace-p2p", daemon=True).start()
+    def _wait_inner(self, value: Any, end_ns: Callable[[], int]) -> None:
+        try:
+            self._inner.wait()
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._link.at(end_ns(), lambda: self._succeed(value))
 
     def _succeed(self, value: Any) -> None:
         self._done.set()

@@ -128,18 +128,22 @@ def _no_bytes(_group: dist.ProcessGroup, *_: Any) -> float:
 
 
 def _collective(
-    name: str, wire_bytes: Callable[..., float], *, old_name: str = ""
+    name: str, wire_bytes: Callable[..., float], *, old_name: str = "", has_future: bool = True
 ) -> Callable[..., Work]:
     """A method that runs gloo's `name` (torch 2.11: `old_name`) behind the link.
 
-    Options and split sizes go to gloo as torch passed them, by position or by name.
+    Options and split sizes go to gloo as torch passed them, by position or by name. gloo's
+    reduce-scatters have no future: they are an all-reduce whose wait() copies the part.
     """
     inner_name = name if hasattr(dist.ProcessGroup, name) else old_name
 
     def method(self: "EmulatedProcessGroup", *args: Any, **kwargs: Any) -> Work:
         end_ns = self.link.send(wire_bytes(self, *args))
         work = EmulatedWork(getattr(self.gloo, inner_name)(*args, **kwargs), self.link)
-        work.follow_collective(end_ns)
+        if has_future:
+            work.follow_future(end_ns)
+        else:
+            work.follow_in_order(args[0], end_ns)
         return work
 
     return method
@@ -156,7 +160,8 @@ class EmulatedProcessGroup(dist.ProcessGroup):
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, link: EmulatedLink
     ) -> None:
-        super().__init__(store, rank, size)
+        # torch makes a group that calls Python back only by this signature, missing in its stubs.
+        super().__init__(rank, size)  # pyrefly: ignore
         self.link = link
         self.gloo = dist.ProcessGroup(store, rank, size)
         backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
@@ -177,14 +182,18 @@ class EmulatedProcessGroup(dist.ProcessGroup):
         _all_gather_bytes,
         old_name="allgather_into_tensor_coalesced",
     )
-    reduce_scatter = _collective("reduce_scatter", _reduce_scatter_bytes)
+    reduce_scatter = _collective("reduce_scatter", _reduce_scatter_bytes, has_future=False)
     reduce_scatter_single = _collective(
-        "reduce_scatter_single", _reduce_scatter_bytes, old_name="_reduce_scatter_base"
+        "reduce_scatter_single",
+        _reduce_scatter_bytes,
+        old_name="_reduce_scatter_base",
+        has_future=False,
     )
     reduce_scatter_single_coalesced = _collective(
         "reduce_scatter_single_coalesced",
         _reduce_scatter_bytes,
         old_name="reduce_scatter_tensor_coalesced",
+        has_future=False,
     )
     alltoall = _collective("alltoall", _all_to_all_bytes)
     all_to_all_single = _collective(
@@ -207,7 +216,7 @@ class EmulatedProcessGroup(dist.ProcessGroup):
         """Occupies the outbound side; gloo takes the receiver and the tag."""
         end_ns = self.link.send(_bytes(tensors))
         work = EmulatedWork(self.gloo.send(tensors, *args, **kwargs), self.link)
-        work.follow_point_to_point(tensors, lambda: end_ns)
+        work.follow_alone(tensors, lambda: end_ns)
         return work
 
     def recv(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Work:
@@ -220,5 +229,5 @@ class EmulatedProcessGroup(dist.ProcessGroup):
 
     def _receive(self, inner: Work, tensors: list[torch.Tensor]) -> Work:
         work = EmulatedWork(inner, self.link)
-        work.follow_point_to_point(tensors, lambda: self.link.receive(_bytes(tensors)))
+        work.follow_alone(tensors, lambda: self.link.receive(_bytes(tensors)))
         return work

@@ -20,19 +20,21 @@ def main(cores: str, folder: Path, program: list[str]) -> int:
     own = [int(core) for core in cores.split(",")]
     os.sched_setaffinity(0, {own[int(os.environ["LOCAL_RANK"]) % len(own)]})
     rank = os.environ["RANK"]
+    received: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, _frame: object) -> None:
+        received.append(number)
+        if child:
+            child.send_signal(number)
+
+    for number in _SIGNALS:
+        signal.signal(number, pass_on)
     with open(folder / "stderr", "wb") as stderr:
         out = None if rank == "0" else subprocess.DEVNULL
-        # Blocked until the child is known, so that no signal is lost in between.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        child = subprocess.Popen(
-            program,
-            stdout=out,
-            stderr=stderr,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS),
-        )
-    for number in _SIGNALS:
-        signal.signal(number, lambda number, _frame: child.send_signal(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        child = subprocess.Popen(program, stdout=out, stderr=stderr)
+    for number in received:  # before there was a child
+        child.send_signal(number)
     code = child.wait()
     if code:
         part = folder / f".exit-{rank}"

@@ -36,6 +36,8 @@ def simulate(
             finish[name] = lane_free[op.lane] = start + solo_ns[name]
             size = max(op.bytes_in, op.bytes_out)
             spans.append(Span(name, op.kind, op.lane, start, finish[name], strand, 0, now, size))
+            if issue_ns:
+                spans.append(Span(name, op.kind, COMPUTE_LANE, now, now + issue_ns, strand))
             now += issue_ns
         else:
             spans.append(Span(name, op.kind, COMPUTE_LANE, now, now + solo_ns[name], strand))
