@@ -154,8 +154,8 @@ class OutputConfig:
     tensorboard: bool = False
     """Also write TensorBoard events (extra `tensorboard`)."""
     record_every: int = 10
-    """Record one step in so many, operator by operator; 0 records none. A recorded step is about
-    1 % slower; the last one is drawn in the report."""
+    """Record one step in so many, operator by operator; 0 records none. Recording adds about 5 us
+    per operator to that step; the last recorded step is drawn in the report."""
 
 
 @dataclass(frozen=True, kw_only=True)

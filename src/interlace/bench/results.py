@@ -22,9 +22,10 @@ class Row:
     metric: str
     ours: float
     baseline: float
-    ratio: float
-    spread: tuple[float, float]
-    """Smallest and largest ratio over repeats."""
+    ratio: float | None
+    """None where the baseline is 0."""
+    spread: tuple[float, float] | None
+    """Smallest and largest ratio over repeats; None for a single measurement."""
 
 
 def speedup(case: str, metric: str, ours: Sequence[float], baseline: Sequence[float]) -> Row:

@@ -80,7 +80,7 @@ def rows_of(case: str, comparison: dict[str, Any]) -> list[Row]:
         speedup(case, "cpu_time_vs_eager", modes["2"]["cpu_ms"][1:], modes["eager"]["cpu_ms"][1:]),
     ]
     ours, baseline = modes["2"]["hidden_fraction"], modes["eager"]["hidden_fraction"]
-    ratio = ours / baseline if baseline else 0.0
+    ratio = ours / baseline if baseline else None
     rows.append(
         Row(
             case=case,
@@ -88,7 +88,7 @@ def rows_of(case: str, comparison: dict[str, Any]) -> list[Row]:
             ours=ours,
             baseline=baseline,
             ratio=ratio,
-            spread=(ratio, ratio),
+            spread=None,
         )
     )
     return rows

@@ -1,6 +1,7 @@
 """`interlace train`: become one rank of the job around us, or start the ranks on this machine."""
 
 import os
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -57,6 +58,7 @@ def _start_ranks(config: RunConfig, nproc: int | None, *, verbose: bool) -> int:
     check_world(config, ranks)
     from interlace.runtime.launch import launch  # noqa: PLC0415  imports torch
 
+    os.environ.setdefault("INTERLACE_COMMAND", shlex.join(["interlace", *sys.argv[1:]]))
     with tempfile.TemporaryDirectory(prefix="interlace-") as folder:
         resolved = Path(folder) / "run.toml"
         save_run_config(config, resolved)

@@ -150,6 +150,8 @@ def _bind(joint: Joint) -> ChunkGraphs:
     saved = tuple(name for name, binding in bindings.items() if binding.role == "saved")
     _set_outputs(forward, [loss, *(values[name] for name in saved)])
     _drop_unused_inputs(forward)
+    joint.forward.recompile()
+    joint.backward.recompile()
     return ChunkGraphs(
         forward=StrandGraph(
             "forward",

@@ -74,7 +74,7 @@ class GraphInput:
 
     id: str
     role: str
-    """`parameter`, `buffer`, `batch`, `saved`, `tangent`, `gradient` or `constant`."""
+    """`parameter`, `buffer`, `batch`, `saved`, `tangent`, `gradient` or `mesh`."""
     bytes: int
 
 

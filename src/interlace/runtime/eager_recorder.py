@@ -5,8 +5,8 @@ collective's end is observed only when the rank waits for it; if it was already 
 the wait began, the wait's start is noted as a bound (`end_known=False`).
 """
 
-import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,23 +17,40 @@ from torch.utils._pytree import tree_leaves
 
 from interlace.graphs.collectives import ISSUE, WAIT
 from interlace.graphs.export import kind_of_target
-from interlace.ir.graph import COMPUTE_LANE
+from interlace.ir.graph import COMPUTE_LANE, Kind
 from interlace.ir.timeline import WAIT as WAIT_KIND
 from interlace.ir.timeline import Span, Timeline
+from interlace.runtime.recorder import Clock
+
+BLOCKED_NS = 50_000
+"""A wait longer than this found its collective still in flight; a finished one takes about 5 us."""
+
+
+@dataclass(frozen=True)
+class _Event:
+    name: str
+    kind: str
+    strand: str
+    micro_batch: int
+    start: Any
+    end: Any
+    lane: str = COMPUTE_LANE
+    bytes: int = 0
+    issue: "_Event | None" = None
+    """Of a wait: the collective that it waits for."""
 
 
 class EagerRecorder(TorchDispatchMode):
-    """Collects spans while active. CPU only: it takes host time as operator time."""
+    """Collects events while active."""
 
-    def __init__(self, axis_of_group: Mapping[str, str]) -> None:
+    def __init__(self, axis_of_group: Mapping[str, str], clock: Clock) -> None:
         super().__init__()
         self.axis_of_group = axis_of_group
+        self.clock = clock
         self.strand = "forward"
         self.micro_batch = 0
-        self.spans: list[Span] = []
-        self._flying: dict[int, tuple[str, str, str, int, int]] = {}
-        self._lane_free: dict[str, int] = {}
-        self._origin = time.perf_counter_ns()
+        self._events: list[_Event] = []
+        self._flying: dict[int, _Event] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -41,47 +58,58 @@ class EagerRecorder(TorchDispatchMode):
         """Stamp operators on plain tensors; DTensor comes back here with its local ones."""
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
             return NotImplemented
-        start = time.perf_counter_ns() - self._origin
+        start = self.clock.now()
         result = func(*args, **(kwargs or {}))
-        end = time.perf_counter_ns() - self._origin
-        name = f"{str(func).split('.')[1]}_{len(self.spans)}"
+        end = self.clock.now()
+        name = f"{str(func).split('.')[1]}_{len(self._events)}"
+        where = (self.strand, self.micro_batch, start, end)
         if func == WAIT:
-            self._waited(args[0], start, end)
+            issue = self._flying.pop(_pointer(args[0]), None)
+            if issue is not None:
+                self._events.append(_Event(issue.name, WAIT_KIND, *where, issue=issue))
         elif func in ISSUE:
-            kind, lane = ISSUE[func][1], self.axis_of_group.get(str(args[-1]), "?")
+            lane = self.axis_of_group.get(str(args[-1]), "?")
             size = max(_bytes(args), _bytes(result))
-            self._flying[_pointer(result)] = (name, kind, lane, start, size)
-            self._compute(name, kind, start, end)
+            event = _Event(name, ISSUE[func][1], *where, lane=lane, bytes=size)
+            self._flying[_pointer(result)] = event
+            self._events.append(event)
         else:
-            self._compute(name, kind_of_target(func), start, end)
+            self._events.append(_Event(name, kind_of_target(func), *where))
         return result
-
-    def _compute(self, name: str, kind: str, start: int, end: int) -> None:
-        self.spans.append(Span(name, kind, COMPUTE_LANE, start, end, self.strand, self.micro_batch))
-
-    def _waited(self, tensor: torch.Tensor, start: int, end: int) -> None:
-        flying = self._flying.pop(_pointer(tensor), None)
-        if flying is None:
-            return
-        name, kind, lane, issue, size = flying
-        blocked = end - start > BLOCKED_NS
-        done = end if blocked else start
-        begin = min(max(issue, self._lane_free.get(lane, 0)), done)
-        self._lane_free[lane] = max(done, self._lane_free.get(lane, 0))
-        common = {"strand": self.strand, "micro_batch": self.micro_batch}
-        self.spans.append(Span(name, WAIT_KIND, COMPUTE_LANE, start, end, **common))
-        self.spans.append(
-            Span(name, kind, lane, begin, done, issue_ns=issue, bytes=size, end_known=blocked,
-                 **common)
-        )  # fmt: skip
 
     def timeline(self, label: str, rank: int) -> Timeline:
         """What was recorded, from time 0."""
-        return Timeline(label, rank, tuple(self.spans))
-
-
-BLOCKED_NS = 50_000
-"""A wait longer than this found its collective still in flight; a finished one takes about 5 us."""
+        ns = self.clock.nanoseconds
+        origin = min((ns(event.start) for event in self._events), default=0)
+        lane_free: dict[str, int] = {}
+        spans: list[Span] = []
+        for event in self._events:
+            start, end = ns(event.start) - origin, ns(event.end) - origin
+            common = {"strand": event.strand, "micro_batch": event.micro_batch}
+            spans.append(Span(event.name, event.kind, COMPUTE_LANE, start, end, **common))
+            if event.issue is None:
+                continue
+            issue = event.issue
+            began, lane = ns(issue.start) - origin, issue.lane
+            blocked = end - start > BLOCKED_NS
+            done = end if blocked else start
+            taken = min(max(began, lane_free.get(lane, 0)), done)
+            lane_free[lane] = max(done, lane_free.get(lane, 0))
+            where = {"strand": issue.strand, "micro_batch": issue.micro_batch}
+            spans.append(
+                Span(
+                    issue.name,
+                    Kind(issue.kind),
+                    lane,
+                    taken,
+                    done,
+                    issue_ns=began,
+                    bytes=issue.bytes,
+                    end_known=blocked,
+                    **where,
+                )
+            )
+        return Timeline(label, rank, tuple(spans))
 
 
 def _pointer(tensor: torch.Tensor) -> int:

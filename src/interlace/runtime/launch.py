@@ -31,8 +31,9 @@ from interlace.runtime.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE
 
 FAILED_GRACE_S = 3
 """Time for the other ranks to end after one failed, then SIGKILL."""
-STOP_GRACE_S = 5
-"""Time for all ranks to end after SIGINT or SIGTERM, then SIGKILL."""
+STOP_GRACE_S = 12
+"""Time for all ranks to end after SIGINT or SIGTERM, then SIGKILL. A rank ends itself 10 s after
+the signal if its step has not ended by then (`signals.StopFlag`)."""
 
 _POLL_S = 0.05
 _CAUSE_S = 1.0

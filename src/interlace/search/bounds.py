@@ -25,7 +25,7 @@ def lower_bound_ns(problem: Problem) -> int:
     """The best bound known here."""
     bounds = [_lanes_ns(problem), max(longest_paths(problem.graph, problem.solo_ns).values())]
     strands = sorted({strand_of(op.id) for op in problem.graph.operators})
-    if len(strands) == 2:  # noqa: PLR2004
+    if len(strands) == 2:
         first, second = (_chain(problem, strand) for strand in strands)
         bounds.append(_two_jobs_ns(first, second, problem.graph.lanes))
     return max(bounds)

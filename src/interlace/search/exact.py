@@ -11,10 +11,9 @@ ones come with the certified lower bound of `bounds`, so the gap to the optimum 
 
 from collections.abc import Sequence
 
-from interlace.ir.graph import OpGraph
 from interlace.search.chains import split
 from interlace.search.fill import insert_fillers
-from interlace.search.list_scheduling import order_by_list
+from interlace.search.list_scheduling import list_schedule
 from interlace.search.memory import peak_bytes
 from interlace.search.merge_chains import merge_chains
 from interlace.search.polish import Evaluator, polish
@@ -34,14 +33,21 @@ EVALUATIONS = 3_000_000
 def order_exact(problem: Problem) -> tuple[str, ...]:
     """The shortest order found that respects the memory bound, if any candidate does."""
     evaluator = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
-    candidates = [*_candidates(problem), order_by_list(problem), problem.graph.order]
+    listed = list_schedule(problem.graph, problem.solo_ns, issue_ns=problem.issue_ns)
+    candidates = [*_candidates(problem), listed.order, problem.graph.order]
     allowed = [order for order in candidates if _fits(problem, order)] or candidates[-1:]
 
     def length(order: Sequence[str]) -> int:
         return evaluator.length([evaluator.number[name] for name in order])[0]
 
     best = min(allowed, key=length)
-    return polish(problem, best, evaluations=EVALUATIONS // max(1, len(best)))
+    return polish(
+        problem.graph,
+        best,
+        problem.solo_ns,
+        issue_ns=problem.issue_ns,
+        evaluations=EVALUATIONS // max(1, len(best)),
+    )
 
 
 def _fits(problem: Problem, order: Sequence[str]) -> bool:
@@ -58,7 +64,7 @@ def _candidates(problem: Problem) -> list[tuple[str, ...]]:
         chains, fillers = split(
             graph, problem.solo_ns, issue_ns=problem.issue_ns, longest_ns=int(cut * longest)
         )
-        if len(chains) > 2:  # noqa: PLR2004
+        if len(chains) > 2:
             return []
         pieces = max(len(chain.pieces) for chain in chains)
         band = BAND if pieces > MANY_PIECES else 1.0
@@ -72,8 +78,3 @@ def _candidates(problem: Problem) -> list[tuple[str, ...]]:
         if pieces > MANY_PIECES:
             break
     return found
-
-
-def strands_of(graph: OpGraph) -> int:
-    """Number of strands in a graph."""
-    return len({op.id.rpartition(".")[0] for op in graph.operators})

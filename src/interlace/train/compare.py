@@ -156,10 +156,10 @@ def _summary(session: Session, results: Mapping[Strands, ModeResult], steps: int
     }
     if "1" in results and "2" in results:
         one, two = results["1"], results["2"]
-        equal = one.losses == two.losses and all(
-            torch.equal(a, b) for a, b in zip(one.state, two.state, strict=True)
-        )
-        summary["losses_identical"] = _on_all_ranks(equal, session)
+        pairs = zip(one.state, two.state, strict=True)
+        states = all(torch.equal(a, b) for a, b in pairs)
+        summary["losses_identical"] = _on_all_ranks(one.losses == two.losses, session)
+        summary["weights_identical"] = _on_all_ranks(states, session)
     if "eager" in results and "2" in results:
         pairs = zip(results["eager"].losses, results["2"].losses, strict=True)
         summary["max_relative_difference_to_eager"] = max(abs(a - b) / abs(a) for a, b in pairs)

@@ -90,7 +90,7 @@ class EagerEngine:
 
     def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline:
         """The same step under a dispatch mode that stamps every operator."""
-        recorder = EagerRecorder(axis_of_group(self.mesh))
+        recorder = EagerRecorder(axis_of_group(self.mesh), clock_for(batches[0][0].device.type))
         self._step(batches, recorder)
         return recorder.timeline(label, rank)
 

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 import shlex
 import socket
@@ -32,7 +33,7 @@ def describe_environment(session: Session, directory: Path) -> None:
         "link": link_label(config),
         "data": session.dataset.digest,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
+        "command": os.environ.get("INTERLACE_COMMAND") or shlex.join(sys.argv),
     }
     text = json.dumps(facts, indent=1) + "\n"
     (directory / "environment.json").write_text(text, encoding="utf-8")

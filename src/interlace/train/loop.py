@@ -50,7 +50,8 @@ class Trainer:
                 config.train.micro_batch_size, config.train.evaluate_batches
             )
         ]
-        self.metrics = None
+        self.metrics: MetricsWriter | None = None
+        self._compared: set[str] = set()
         if session.rank == 0:
             # Not before: a run that cannot start must not cost the user an earlier one.
             for path in _earlier_run(self.directory):
@@ -65,6 +66,13 @@ class Trainer:
 
     def run(self, stop: StopFlag) -> str:
         """Train to the end, or until a signal. Returns why it ended."""
+        try:
+            return self._run(stop)
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+
+    def _run(self, stop: StopFlag) -> str:
         session, config = self.session, self.config
         say(session, session.dataset.summary)
         if config.compare.steps:
@@ -77,7 +85,6 @@ class Trainer:
             if step == config.train.steps or (every and step % every == 0):
                 self.evaluate(step)
             if agreed(stop, None):
-                stop.acknowledge()
                 ended = f"stopped by {stop.requested or 'another rank'} after step {step}"
                 break
         self.write("end", step=step, reason=ended)
@@ -157,16 +164,19 @@ class Trainer:
         self.batches = session.dataset.batches(self.config.train.micro_batch_size)
         summary, timelines = compare(session, steps, lambda text: say(session, text))
         for timeline in timelines:
-            self._keep(timeline)
+            self._keep(timeline, compared=True)
         if session.rank == 0:
             path = self.directory / "comparison.json"
             path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         short = {key: value for key, value in summary.items() if key != "modes"}
         self.write("compare", **short)
 
-    def _keep(self, timeline: Timeline) -> None:
+    def _keep(self, timeline: Timeline, *, compared: bool = False) -> None:
+        """The comparison's timelines belong to its figures and are not replaced by later ones."""
         folder = self.directory / "timelines"
-        store.save(timeline, folder / f"{timeline.label}-rank{self.session.rank}.json")
+        self._compared |= {timeline.label} if compared else set()
+        if compared or timeline.label not in self._compared:
+            store.save(timeline, folder / f"{timeline.label}-rank{self.session.rank}.json")
 
     def write(self, event: str, **values: Any) -> None:
         """One line of metrics.jsonl, on the first rank."""

@@ -53,8 +53,10 @@ def plan_command(config: RunConfig, output: Path | None) -> int:
 
 def trace_fake(config: RunConfig) -> Strands:
     """The graphs of one rank of `config`, traced on fake tensors."""
-    vocab_size = vocabulary(config, open_tokenizer(config.data.tokenizer).vocab_size)
-    init_fake_world(config.parallel.tensor)
+    ranks = config.parallel.tensor
+    tokens = -(-open_tokenizer(config.data.tokenizer).vocab_size // ranks) * ranks
+    vocab_size = vocabulary(config, tokens)
+    init_fake_world(ranks)
     try:
         mesh = build_mesh(config.parallel, "cpu")
         files = model_file(config.model.architecture)
@@ -65,9 +67,10 @@ def trace_fake(config: RunConfig) -> Strands:
             if config.train.dtype != "float32":
                 cast_parameters(module, DTYPES[config.train.dtype])
             shape = (config.train.micro_batch_size, config.data.sequence_length)
-            example = (torch.zeros(shape, dtype=torch.int64),) * 2
+            # Two tensors: one given twice would be traced as a single input.
+            tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
             with loss_context(mesh):
-                return build_strands(module, example, axis_of_group(mesh))
+                return build_strands(module, (tokens, targets), axis_of_group(mesh))
     finally:
         dist.destroy_process_group()
 
