@@ -10,7 +10,7 @@ from interlace.errors import InterlaceError
 from interlace.report.build import build_report
 from interlace.report.tables import comparison_lines
 
-RATE = "250mbit"
+RATE = "750mbit"
 
 
 def main() -> int:

@@ -75,6 +75,7 @@ def test_the_planner_finds_the_overlap_that_is_there() -> None:
 
     One after the other they take 60 ns; the best any order can do is 40 ns of compute and no wait.
     """
+
     def strand(name: str) -> OpGraph:
         chain = [("a", Kind.MATMUL, ()), ("b", Kind.ALL_GATHER, ("a",)), ("c", Kind.MATMUL, ("b",))]
         operators = tuple(

@@ -5,6 +5,7 @@ file and the place in it.
 """
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -25,9 +26,10 @@ def _converter() -> Any:
         items = list_structure_factory(type_, converter)
         return lambda value, _: tuple(items(_exactly(value, list), type_))
 
+    # By itself cattrs would call the type: int("5"), int(1.7), tuple("abc").
     for type_ in (int, str, bool):
-        # By itself cattrs would call the type: int("5"), int(1.7), tuple("abc").
-        converter.register_structure_hook_func(lambda t, own=type_: t is own, _exactly)
+        converter.register_structure_hook(type_, _exactly)
+    converter.register_structure_hook(StrEnum, lambda value, type_: type_(value))
     return converter
 
 
@@ -49,11 +51,15 @@ def loads(text: str, type_: type[T], where: str) -> T:
     except json.JSONDecodeError as error:
         raise InputError(f"{where} is not valid JSON: {error}") from error
     from cattrs import transform_error  # noqa: PLC0415
+    from cattrs.v import format_exception  # noqa: PLC0415
+
+    def reason(error: BaseException, type_: type | None) -> str:
+        return error.message if isinstance(error, InputError) else format_exception(error, type_)
 
     try:
         return _converter().structure(data, type_)
     except Exception as error:  # cattrs raises groups of many types
-        reasons = "; ".join(transform_error(error))
+        reasons = "; ".join(transform_error(error, format_exception=reason))
         raise InputError(
             f"{where} is not a valid {type_.__name__}: {reasons}",
             hint="write it again with this version of interlace",

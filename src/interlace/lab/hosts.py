@@ -77,8 +77,8 @@ def run_in_lab(command: Sequence[str], *, hosts: int, ranks_per_host: int, rate:
                 _start_torchrun(lab, host, ranks_per_host, cores[host], program)
                 for host in range(hosts)
             ]
-            codes = _watch(lab, agents, received, stderr)
-        return _exit_code(lab, agents, received, codes)
+            _watch(lab, agents, hosts * ranks_per_host, received, stderr)
+        return _exit_code(lab, agents, received)
 
 
 def _program(command: Sequence[str]) -> list[str]:
@@ -132,10 +132,11 @@ def _agent_log(lab: Lab, host: int) -> Path:
 def _watch(
     lab: Lab,
     agents: Sequence[subprocess.Popen[bytes]],
+    ranks: int,
     received: Sequence[int],
     stderr: "_Stderr",
-) -> dict[int, int]:
-    """Relay until all hosts have ended or must be killed; exit codes of failed ranks, in order.
+) -> None:
+    """Relay until all hosts have ended or must be killed.
 
     After a failure the other ranks have 5 s to end by themselves (and to say why), then SIGTERM
     and 5 s more. A signal to this process is passed on, and then they have 5 s.
@@ -144,43 +145,42 @@ def _watch(
     while running := [agent for agent in agents if agent.poll() is None]:
         stderr.relay(_POLL_S)
         now = time.monotonic()
+        codes = _codes(lab)
+        failed = any(codes.values()) or any(agent.returncode for agent in agents)
+        if failed and len(codes) == ranks:
+            break  # a torchrun that waits for that of a failed host would do so for 5 minutes
+        if failed and failed_at == float("inf"):
+            failed_at = now
         if told_at == float("inf"):
             if received or now > failed_at + _GRACE_S:
                 for agent in running:
                     agent.send_signal(received[0] if received else signal.SIGTERM)
                 told_at = now
-            elif failed_at == float("inf") and (_codes(lab) or any(a.returncode for a in agents)):
-                failed_at = now
         elif now > told_at + _GRACE_S:
             break
     stderr.relay(0)
-    return _codes(lab)
 
 
 def _codes(lab: Lab) -> dict[int, int]:
-    """Exit codes of the ranks that have failed so far, the first one first."""
+    """Exit codes of the ranks that have ended so far, the first one first."""
     files = sorted(lab.folder.glob("exit-*"), key=lambda path: path.stat().st_mtime_ns)
     return {int(path.name.removeprefix("exit-")): int(path.read_text()) for path in files}
 
 
-def _exit_code(
-    lab: Lab,
-    agents: Sequence[subprocess.Popen[bytes]],
-    received: Sequence[int],
-    codes: dict[int, int],
-) -> int:
+def _exit_code(lab: Lab, agents: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
     if received:
         return 128 + received[0]
-    if codes:
-        rank, code = next(iter(codes.items()))
+    failed = {rank: code for rank, code in _codes(lab).items() if code}
+    if failed:
+        rank, code = next(iter(failed.items()))
         ending = f"exited with code {code}" if code > 0 else f"was ended by signal {-code}"
         print(f"lab: rank {rank} {ending}", file=sys.stderr)
-        return _BAD_INPUT if _BAD_INPUT in codes.values() else 1
-    failed = [host for host, agent in enumerate(agents) if agent.poll() != 0]
-    for host in failed:  # torchrun itself failed: its log is the only account of why
+        return _BAD_INPUT if _BAD_INPUT in failed.values() else 1
+    hosts = [host for host, agent in enumerate(agents) if agent.returncode != 0]
+    for host in hosts:  # torchrun itself failed: its log is the only account of why
         print(f"lab: torchrun on host {host} failed", file=sys.stderr)
         sys.stderr.write(_agent_log(lab, host).read_text(errors="replace"))
-    return 1 if failed else 0
+    return 1 if hosts else 0
 
 
 class _Stderr:

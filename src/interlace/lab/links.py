@@ -9,9 +9,9 @@ rate, in issue order, and completes when that time has passed *and* gloo has fin
     end = max(gloo end, max(issue, link free) + latency + wire bytes / rate);   link free = end
 
 A receive occupies the inbound side from the moment its data has arrived through gloo, because
-only the sender knows when it was sent. A rank cannot see when its peers issued a collective, so
-one that is early by d may finish up to d sooner than on a real link: the emulation is never
-slower than the link that it stands for, apart from gloo's own time on the loopback interface.
+only the sender knows when it was sent. Two differences to a real link: a rank cannot see when its
+peers issued a collective, so one that is early by d may finish up to d too soon; and latency is
+not overlapped with the operation before, so many small operations in a row take longer.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 torchrun starts this once per rank. CORES (comma separated) are the host's, by LOCAL_RANK. FOLDER
 is the lab's: `FOLDER/stderr` is a pipe that takes the standard error of all ranks, and a rank that
-fails leaves its exit code in `FOLDER/exit-RANK` (torchrun keeps it to itself). Only rank 0 has a
+ends leaves its exit code in `FOLDER/exit-RANK` (torchrun keeps it to itself). Only rank 0 has a
 standard output.
 """
 
@@ -36,10 +36,9 @@ def main(cores: str, folder: Path, program: list[str]) -> int:
     for number in received:  # before there was a child
         child.send_signal(number)
     code = child.wait()
-    if code:
-        part = folder / f".exit-{rank}"
-        part.write_text(str(code))
-        part.rename(folder / f"exit-{rank}")
+    part = folder / f".exit-{rank}"
+    part.write_text(str(code))
+    part.rename(folder / f"exit-{rank}")
     return code if code >= 0 else 128 - code
 
 

@@ -59,10 +59,7 @@ def _chain(problem: Problem, strand: str) -> list[tuple[str, int]]:
     if not collectives:
         return []
     before = _reach({op.id: op.inputs for op in mine})
-    chain: list[str] = []
-    for name in collectives:  # graph order is topological, so greedy gives a chain
-        if not chain or chain[-1] in before[name]:
-            chain.append(name)
+    chain = _heaviest_chain(collectives, before, problem.solo_ns)
     tasks: list[tuple[str, int]] = []
     for index, name in enumerate(chain):
         previous = chain[index - 1] if index else ""
@@ -79,6 +76,23 @@ def _chain(problem: Problem, strand: str) -> list[tuple[str, int]]:
     after = [op for op in mine if op.lane == COMPUTE_LANE and last in before[op.id]]
     tasks.append((COMPUTE_LANE, sum(problem.solo_ns[op.id] for op in after)))
     return tasks
+
+
+def _heaviest_chain(
+    collectives: list[str], before: Mapping[str, frozenset[str]], solo_ns: Mapping[str, int]
+) -> list[str]:
+    """The collectives, each depending on the one before, with the largest total time."""
+    weight: dict[str, int] = {}
+    previous: dict[str, str] = {}
+    for index, name in enumerate(collectives):  # in topological order
+        earlier = [other for other in collectives[:index] if other in before[name]]
+        best = max(earlier, key=lambda other: weight[other], default="")
+        weight[name] = solo_ns[name] + (weight[best] if best else 0)
+        previous[name] = best
+    chain = [max(collectives, key=lambda name: weight[name])]
+    while previous[chain[-1]]:
+        chain.append(previous[chain[-1]])
+    return chain[::-1]
 
 
 def _reach(inputs: Mapping[str, tuple[str, ...]]) -> dict[str, frozenset[str]]:

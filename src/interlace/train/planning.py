@@ -68,9 +68,9 @@ def trace_fake(config: RunConfig) -> Strands:
                 cast_parameters(module, DTYPES[config.train.dtype])
             shape = (config.train.micro_batch_size, config.data.sequence_length)
             # Two tensors: one given twice would be traced as a single input.
-            tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+            text, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
             with loss_context(mesh):
-                return build_strands(module, (tokens, targets), axis_of_group(mesh))
+                return build_strands(module, (text, targets), axis_of_group(mesh))
     finally:
         dist.destroy_process_group()
 

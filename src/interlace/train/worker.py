@@ -1,9 +1,7 @@
 """One rank of a training job, from the process group to the last line."""
 
-import json
 import sys
 import time
-from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -36,6 +34,8 @@ def main(config: RunConfig) -> int:
 
 
 def _train(config: RunConfig, stop: StopFlag, store: dist.Store) -> int:
+    # Before anything is built: with other shapes on one rank the first collective would hang.
+    check_agreement(_configuration(config) | environment_fields())
     try:
         if dist.get_rank() == 0:
             claim_directory(config)
@@ -44,7 +44,7 @@ def _train(config: RunConfig, stop: StopFlag, store: dist.Store) -> int:
         if _first_rank_says(error, store):
             sys.exit(error.exit_code)
         raise
-    check_agreement(_fields(session))
+    check_agreement(_built(session))
     Trainer(session).run(stop)
     return 0
 
@@ -63,12 +63,20 @@ def _first_rank_says(error: InputError, store: dist.Store) -> bool:
     return False
 
 
-def _fields(session: Session) -> dict[str, str]:
-    """What must be equal on all ranks before the first step."""
-    config = replace(session.config, output=type(session.config.output)())
-    fields = {"configuration": json.dumps(config.as_dict(), sort_keys=True)}
-    fields |= environment_fields()
-    fields["data"] = session.dataset.digest
+def _configuration(config: RunConfig) -> dict[str, str]:
+    """Every value by its name in the run file; only where files are written may differ."""
+    fields = {}
+    for table, values in config.as_dict().items():
+        if isinstance(values, dict) and table != "output":
+            fields |= {f"{table}.{key}": str(value) for key, value in values.items()}
+        elif table != "output":
+            fields[table] = str(values)
+    return fields
+
+
+def _built(session: Session) -> dict[str, str]:
+    """What must be equal on all ranks before the first step, besides the configuration."""
+    fields = {"data": session.dataset.digest}
     if session.strands is not None:
         fields["graph"] = session.strands.digest
     if session.plan is not None:

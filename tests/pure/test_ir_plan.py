@@ -1,0 +1,159 @@
+"""Proves that a plan file says exactly what will run, and that a wrong one is refused by place."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import op_graphs, orders_of
+from test_ir_graph import CHAIN
+
+from interlace.errors import InputError
+from interlace.ir.graph import OpGraph, merge
+from interlace.ir.plan import PHASES, PhasePlan, Plan, check, from_text, read, to_text
+
+TIMES = st.integers(0, 2**50)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Plan, dict[str, OpGraph]]:
+    """A plan in random orders and its graphs."""
+    graphs = {name: draw(op_graphs(name=name)) for name in ("forward", "backward")}
+    graphs["pair"] = merge("pair", graphs)
+    phases = {
+        name: PhasePlan(draw(orders_of(graphs[name])), draw(TIMES), draw(TIMES)) for name in PHASES
+    }
+    return Plan("list", graphs["pair"].digest, "0123456789abcdef", phases), graphs
+
+
+def example() -> tuple[Plan, dict[str, OpGraph]]:
+    graphs = {"forward": CHAIN, "backward": replace(CHAIN, name="backward")}
+    graphs["pair"] = merge("pair", graphs)
+    phases = {name: PhasePlan(graphs[name].order, 30, 10) for name in PHASES}
+    return Plan("list", graphs["pair"].digest, "0123456789abcdef", phases), graphs
+
+
+@given(case=plans())
+def test_a_plan_reads_back(case: tuple[Plan, dict[str, OpGraph]]) -> None:
+    """Text and back, for any graph and order; its orders are valid."""
+    plan, graphs = case
+    again = from_text(to_text(plan, graphs))
+    assert again == plan
+    assert again.digest == plan.digest
+    for name, phase in again.phases.items():
+        check(phase.order, graphs[name], name)
+
+
+def test_a_plan_has_a_column_per_lane() -> None:
+    """People read it: collectives stand in the column of their link."""
+    plan, graphs = example()
+    lines = to_text(plan, graphs).splitlines()
+    assert lines[0] == "interlace plan 1"
+    assert lines[3:8] == [
+        "phase forward  operators 3  predicted_ns 30  exposed_ns 10",
+        f"  {'compute':<44} | tp",
+        f"  {'a':<44} |",
+        f"  {'':<44} | b",
+        f"  {'c':<44} |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (("b", "a", "c"), "somewhere, operator 1: 'b' comes before its input 'a'"),
+        (("a", "b", "a", "c"), "somewhere, operator 3: 'a' comes twice"),
+        (("a", "b", "d"), "somewhere, operator 3: 'd' is not in the graph"),
+        (("a", "b"), "somewhere: operator 'c' of the graph is missing"),
+        ((), "somewhere: operator 'a' of the graph is missing"),
+    ],
+)
+def test_an_order_that_cannot_run_is_refused(order: tuple[str, ...], message: str) -> None:
+    """The message names the place and the operator."""
+    with pytest.raises(InputError, match=message):
+        check(order, CHAIN, "somewhere")
+    check(CHAIN.order, CHAIN, "somewhere")
+
+
+@given(data=st.data(), case=plans())
+def test_every_broken_order_is_noticed(
+    data: st.DataObject, case: tuple[Plan, dict[str, OpGraph]]
+) -> None:
+    """Any operator dropped, doubled, or moved before something that it needs."""
+    plan, graphs = case
+    order, graph = plan.phases["pair"].order, graphs["pair"]
+    place = data.draw(st.integers(0, len(order) - 1))
+    broken = [
+        (*order[:place], *order[place + 1 :]),
+        (*order[: place + 1], *order[place:]),
+    ]
+    inputs = graph.by_id[order[place]].inputs
+    if inputs:
+        before = order.index(inputs[0])
+        rest = [name for name in order if name != order[place]]
+        broken.append((*rest[:before], order[place], *rest[before:]))
+    for wrong in broken:
+        with pytest.raises(InputError):
+            check(wrong, graph, "plan")
+
+
+def edited(old: str, new: str, *, times: int = 1) -> str:
+    text = to_text(*example())
+    assert old in text
+    return text.replace(old, new, times)
+
+
+LAST = "phase backward  operators 3  predicted_ns 30  exposed_ns 10"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "p.txt: line 1 is not 'interlace plan 1'"),
+        ("interlace plan 2\n", "line 1 is not"),
+        ("interlace plan 1\n", "line 2 must give search, graph and costs"),
+        (edited("search list  ", ""), "line 2 must give"),
+        (edited("operators 3", "operators 4"), "'forward' announces 4 operators and lists 3"),
+        (edited("operators 3", "operators three"), "line 4"),
+        (edited("phase forward", "phase sideways"), "line 4: phase 'sideways' is not one of"),
+        (edited(LAST, LAST.replace("backward", "forward")), "phase 'forward' comes twice"),
+        (to_text(*example()).partition(LAST)[0], "phase 'backward' is missing"),
+        (edited("\nphase forward", "\n  a\nphase forward"), "line 4 comes before any phase"),
+        (edited("  a ", "  a b "), "line 6 must name one operator"),
+        (edited("| b", "| b | c"), "line 7 must name one operator"),
+    ],
+)
+def test_a_malformed_plan_is_refused(text: str, message: str) -> None:
+    """The file and the line or phase are named."""
+    with pytest.raises(InputError) as caught:
+        from_text(text, "p.txt")
+    assert message in caught.value.message
+    assert caught.value.message.startswith("p.txt: ")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """Missing, a folder, not text."""
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "missing", tmp_path, tmp_path / "binary"):
+        with pytest.raises(InputError, match="cannot read plan"):
+            read(path)
+
+
+def test_the_time_of_a_step() -> None:
+    """F1, then M - 1 pairs, then BM."""
+    times = {"forward": 10, "pair": 25, "backward": 20}
+    plan = Plan("list", "g", "c", {name: PhasePlan((), ns, 0) for name, ns in times.items()})
+    assert plan.step_ns(1) == 30
+    assert plan.step_ns(4) == 30 + 3 * 25
+
+
+def test_the_digest_is_about_orders_only() -> None:
+    """Ranks with the same orders run the same thing, whatever they predicted."""
+    plan, _ = example()
+    slower = {name: replace(phase, predicted_ns=99) for name, phase in plan.phases.items()}
+    assert replace(plan, cost_digest="other", phases=slower).digest == plan.digest
+    turned = plan.phases | {"pair": replace(plan.phases["pair"], order=("x", "y"))}
+    assert replace(plan, phases=turned).digest != plan.digest
+    backwards = dict(reversed(plan.phases.items()))
+    assert replace(plan, phases=backwards).digest == plan.digest

@@ -1,0 +1,122 @@
+"""Proves that graphs, cost tables and timelines survive their files, and that bad files do not."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import op_graphs, orders_of, solo_times
+from test_ir_graph import CHAIN
+
+from interlace.errors import InputError
+from interlace.ir import store
+from interlace.ir.costs import CostTable
+from interlace.ir.graph import OpGraph
+from interlace.ir.timeline import Timeline
+from interlace.sim.strands import simulate
+
+COSTS = CostTable({"a": 5, "b": 7}, "profile", 3, "graph", "machine")
+
+
+@given(data=st.data(), graph=op_graphs(operators=(1, 10)))
+def test_everything_reads_back(data: st.DataObject, graph: OpGraph) -> None:
+    """Equal values and hashes, for graphs, tables and timelines."""
+    again = store.loads(store.dumps(graph), OpGraph, "text")
+    assert again == graph
+    assert again.digest == graph.digest
+    solo_ns = data.draw(solo_times(graph))
+    table = CostTable({op.key: solo_ns[op.id] for op in graph.operators}, "profile")
+    assert store.loads(store.dumps(table), CostTable, "text") == table
+    timeline = simulate(graph, data.draw(orders_of(graph)), solo_ns)
+    assert store.loads(store.dumps(timeline), Timeline, "text") == timeline
+
+
+def changed(value: object, path: str, new: Any) -> str:
+    """The JSON of a value with the place `a.0.b` set to `new`, or dropped if `new` is `...`."""
+    data = json.loads(store.dumps(value))
+    place: Any = data
+    *walk, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+    for key in walk:
+        place = place[key]
+    if new is ...:
+        del place[last]
+    else:
+        place[last] = new
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "message"),
+    [
+        ("name", ..., "required field missing @ $.name"),
+        ("colour", "red", "extra fields found (colour)"),
+        ("operators.1.flops", ..., "required field missing @ $.operators[1].flops"),
+        ("operators.1.colour", 3, "extra fields found (colour) @ $.operators[1]"),
+        ("operators.1.flops", "5", "$.operators[1].flops"),
+        ("operators.1.flops", 1.7, "$.operators[1].flops"),
+        ("operators.1.flops", True, "$.operators[1].flops"),
+        ("operators.1.flops", None, "$.operators[1].flops"),
+        ("operators.1.id", 5, "$.operators[1].id"),
+        ("operators.1.inputs", "a", "$.operators[1].inputs"),
+        ("operators.1.inputs.0", 5, "$.operators[1].inputs[0]"),
+        ("operators.1.kind", "matmull", "$.operators[1].kind"),
+        ("operators", {}, "$.operators"),
+        ("inputs.0.bytes", "many", "$.inputs[0].bytes"),
+        ("operators.1.inputs.0", "c", "operator 'b' comes before its input 'c'"),
+    ],
+)
+def test_a_graph_that_is_not_one_is_refused(path: str, new: Any, message: str) -> None:
+    """Missing, unknown and mistyped fields, and unsound graphs; file and place are named."""
+    with pytest.raises(InputError) as caught:
+        store.loads(changed(CHAIN, path, new), OpGraph, "g.json")
+    assert "g.json" in caught.value.message
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize("new", ["5", 1.5, None, [1]])
+def test_times_are_whole_nanoseconds(new: Any) -> None:
+    with pytest.raises(InputError, match=r"costs.json .*solo_ns"):
+        store.loads(changed(COSTS, "solo_ns.a", new), CostTable, "costs.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"text"', "null"])
+def test_text_that_is_no_such_value(text: str) -> None:
+    with pytest.raises(InputError, match="file.json is not"):
+        store.loads(text, OpGraph, "file.json")
+
+
+def test_files(tmp_path: Path) -> None:
+    """A file appears whole, in a folder made for it; what cannot be read is named."""
+    path = tmp_path / "deep" / "costs.json"
+    store.save(COSTS, path)
+    assert store.load(path, CostTable) == COSTS
+    store.save(replace(COSTS, issue_ns=9), path)
+    assert store.load(path, CostTable).issue_ns == 9
+    assert [each.name for each in path.parent.iterdir()] == ["costs.json"]
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for bad in (tmp_path / "missing.json", tmp_path, tmp_path / "binary"):
+        with pytest.raises(InputError, match="cannot read"):
+            store.load(bad, CostTable)
+
+
+def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
+    """A value that is no JSON is found before anything is replaced."""
+    path = tmp_path / "costs.json"
+    store.save(COSTS, path)
+    with pytest.raises(TypeError):
+        store.save(replace(COSTS, solo_ns={"a": {1, 2}}), path)
+    assert store.load(path, CostTable) == COSTS
+
+
+def test_a_cost_table_of_another_graph_is_noticed() -> None:
+    """Every operator of the graph must have a time; the table's hash covers the times."""
+    table = CostTable({"a": 1, "b": 2, "c": 3}, "profile")
+    assert table.of(CHAIN) == {"a": 1, "b": 2, "c": 3}
+    with pytest.raises(InputError, match="no time for 1 operators of graph 'forward'.*'c'"):
+        COSTS.of(CHAIN)
+    changes = (replace(COSTS, issue_ns=4), replace(COSTS, solo_ns={"a": 5}))
+    assert COSTS.digest not in {each.digest for each in changes}
+    assert replace(COSTS, machine="other").digest == COSTS.digest

@@ -1,0 +1,129 @@
+"""Proves that the simulator does what its rules say, on cases worked out by hand and at random."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import op_graphs, orders_of, pair_graphs, solo_times
+
+from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
+from interlace.ir.timeline import WAIT, overlaps
+from interlace.sim.strands import simulate
+
+
+def graph(*rows: tuple[str, str, str]) -> OpGraph:
+    """Operators from (name, lane, names of inputs)."""
+    operators = tuple(
+        Operator(
+            id=name,
+            kind=Kind.MATMUL if lane == COMPUTE_LANE else Kind.ALL_GATHER,
+            target="t",
+            lane=lane,
+            inputs=tuple(inputs.split()),
+            reads=(),
+            key=name,
+            bytes_in=100,
+            bytes_out=200,
+            flops=0,
+        )
+        for name, lane, inputs in rows
+    )
+    return OpGraph("forward", operators, (), ())
+
+
+def spans(timeline: Any) -> list[tuple[str, str, str, int, int]]:
+    return [(s.name, str(s.kind), s.lane, s.start_ns, s.end_ns) for s in timeline.spans]
+
+
+def test_compute_waits_for_a_collective() -> None:
+    """a 10, gather 30 under b 20: c waits the 10 that are left."""
+    g = graph(("a", "compute", ""), ("g", "tp", "a"), ("b", "compute", "a"), ("c", "compute", "g"))
+    timeline = simulate(g, g.order, {"a": 10, "g": 30, "b": 20, "c": 5}, label="by hand")
+    assert spans(timeline) == [
+        ("a", "matmul", "compute", 0, 10),
+        ("g", "all_gather", "tp", 10, 40),
+        ("b", "matmul", "compute", 10, 30),
+        ("g", "wait", "compute", 30, 40),
+        ("c", "matmul", "compute", 40, 45),
+    ]
+    assert (timeline.length_ns, timeline.exposed_ns(), timeline.label) == (45, 10, "by hand")
+    assert timeline.collectives[0].bytes == 200
+
+
+def test_collectives_queue_on_their_link_and_not_on_others() -> None:
+    """Two on `tp` run one after the other in issue order, one on `dp` beside them."""
+    g = graph(("x", "tp", ""), ("y", "tp", ""), ("z", "dp", ""), ("end", "compute", "x y z"))
+    timeline = simulate(g, g.order, {"x": 10, "y": 5, "z": 12, "end": 1})
+    links = [(s.name, s.issue_ns, s.start_ns, s.end_ns) for s in timeline.collectives]
+    assert links == [("x", 0, 0, 10), ("y", 0, 10, 15), ("z", 0, 0, 12)]
+    assert (timeline.length_ns, timeline.exposed_ns()) == (16, 15)
+
+
+def test_a_collective_waits_for_the_one_it_needs() -> None:
+    """The issuing thread blocks: what comes later in the order is held up as well."""
+    g = graph(("x", "tp", ""), ("y", "dp", "x"), ("a", "compute", ""))
+    timeline = simulate(g, g.order, {"x": 10, "y": 5, "a": 3})
+    assert ("x", "wait", "compute", 0, 10) in spans(timeline)
+    assert ("y", "all_gather", "dp", 10, 15) in spans(timeline)
+    assert ("a", "matmul", "compute", 10, 13) in spans(timeline)
+
+
+def test_the_end_waits_for_collectives_that_nobody_needed() -> None:
+    """A phase is over when all its collectives are."""
+    g = graph(("a", "compute", ""), ("x", "tp", "a"))
+    timeline = simulate(g, g.order, {"a": 10, "x": 7})
+    assert spans(timeline)[-1] == ("end", "wait", "compute", 10, 17)
+    assert (timeline.length_ns, timeline.exposed_ns()) == (17, 7)
+
+
+def test_issuing_holds_the_compute_lane() -> None:
+    """Also when the transfer is shorter than issuing it."""
+    g = graph(("x", "tp", ""), ("a", "compute", ""))
+    timeline = simulate(g, g.order, {"x": 1, "a": 10}, issue_ns=4)
+    assert spans(timeline) == [
+        ("x", "all_gather", "tp", 0, 1),
+        ("x", "all_gather", "compute", 0, 4),
+        ("a", "matmul", "compute", 4, 14),
+    ]
+    last = simulate(g, ("a", "x"), {"x": 1, "a": 10}, issue_ns=4)
+    assert last.length_ns == 14
+
+
+def test_an_empty_order_takes_no_time() -> None:
+    timeline = simulate(graph(), (), {})
+    assert (timeline.spans, timeline.length_ns) == ((), 0)
+
+
+@pytest.mark.parametrize("graphs", [op_graphs(operators=(1, 15)), pair_graphs(operators=(1, 8))])
+@given(data=st.data())
+def test_every_simulated_timeline_is_sound(data: st.DataObject, graphs: Any) -> None:
+    """No lane does two things at once, inputs come first, and the parts add up."""
+    g = data.draw(graphs)
+    order, solo_ns = data.draw(orders_of(g)), data.draw(solo_times(g))
+    issue_ns = data.draw(st.integers(0, 3))
+    timeline = simulate(g, order, solo_ns, issue_ns=issue_ns)
+    own = {s.name: s for s in timeline.spans if s.kind != WAIT and s.lane == g.by_id[s.name].lane}
+    assert set(own) == set(g.order)
+    for lane in timeline.lanes:
+        # A span of no length may share its moment with another.
+        busy = tuple(s for s in timeline.spans if s.lane == lane and s.duration_ns)
+        assert overlaps(busy) == []
+    for op in g.operators:
+        assert own[op.id].duration_ns == solo_ns[op.id]
+        for source in op.inputs:
+            assert own[source].end_ns <= own[op.id].start_ns
+        if op.is_collective:
+            assert own[op.id].issue_ns <= own[op.id].start_ns
+    compute = sum(solo_ns[op.id] for op in g.operators if not op.is_collective)
+    issuing = issue_ns * len(g.collectives)
+    assert timeline.length_ns == compute + issuing + timeline.exposed_ns()
+
+
+@given(data=st.data(), g=op_graphs(operators=(1, 15)))
+def test_one_strand_of_compute_alone_takes_the_sum(data: st.DataObject, g: OpGraph) -> None:
+    """With free collectives every order takes as long as its compute."""
+    solo_ns = data.draw(solo_times(g))
+    free = {op.id: 0 if op.is_collective else solo_ns[op.id] for op in g.operators}
+    timeline = simulate(g, data.draw(orders_of(g)), free)
+    assert (timeline.length_ns, timeline.exposed_ns()) == (sum(free.values()), 0)
