@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
-from orders import random_order
 
 from interlace.ir.graph import COMPUTE_LANE, GraphInput, Kind, Operator, OpGraph, merge
+from orders import random_order
 
 LINKS = ("dp", "tp")
 _COMPUTE = (Kind.MATMUL, Kind.ATTENTION, Kind.ELEMENTWISE, Kind.ACCUMULATE, Kind.OTHER)

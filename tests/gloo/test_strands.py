@@ -3,12 +3,12 @@
 One launch of two ranks per child; the tests read the facts that it returns.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import plain_llama
 import pytest
 import torch
-from orders import depth_first_order, random_order
 from processes import gloo_group, run_ranks
 from strand_world import OPTIMIZER, Case, World, differences, open_world, train
 from torch import Tensor
@@ -18,6 +18,7 @@ from interlace.runtime.executor import local
 from interlace.train.engines import Engine
 from interlace.train.optimizer import build_optimizer
 from interlace.train.weights import clip_gradients
+from orders import depth_first_order, random_order
 
 RANDOM_PLANS = 5
 # 4 layers of width 512 is the size of the promise; a short sequence keeps it quick.
@@ -40,12 +41,12 @@ def random_orders(world: World, seed: int) -> dict[str, tuple[str, ...]]:
     return {phase: make(world.strands.op_graphs[phase], seed) for phase in PHASES}
 
 
-def bit_facts(world: World, steps: int) -> dict[str, Any]:
+def bit_facts(world: World, steps: int, random_plans: int) -> dict[str, Any]:
     """What differs from one strand: two strands in the measured plan and in random plans."""
     one = train(world, world.engine(), steps)
     planned = world.planned()
     different = {"measured plan": differences(one, train(world, planned, steps))}
-    for seed in range(RANDOM_PLANS):
+    for seed in range(random_plans):
         engine = world.engine(random_orders(world, seed))
         different[f"random plan {seed}"] = differences(one[:2], train(world, engine, 2))
     pair = [
@@ -60,7 +61,7 @@ def bit_facts(world: World, steps: int) -> dict[str, Any]:
         "weights change": all(
             one[0][name] != one[1][name] for name in one[0] if name.startswith("weight")
         ),
-        "strand changes": sum(a != b for a, b in zip(pair, pair[1:], strict=False)),
+        "strand changes": sum(a != b for a, b in pairwise(pair)),
         "master dtypes": sorted({str(p.dtype) for p in world.weights.parameters}),
         "gradient dtypes": sorted({str(p.grad.dtype) for p in world.weights.parameters}),
         "computing dtypes": sorted({str(p.dtype) for p in world.weights.module.parameters()}),
@@ -147,7 +148,7 @@ def large() -> dict[str, Any]:
     """A child: the size of the promise."""
     with gloo_group():
         world = open_world(LARGE, 2)
-        return bit_facts(world, LARGE_STEPS) | closeness_facts(world)
+        return bit_facts(world, LARGE_STEPS, 2) | closeness_facts(world)
 
 
 def small(ranks: int) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def small(ranks: int) -> dict[str, Any]:
     with gloo_group():
         for name, case in SMALL.items():
             world = open_world(case, ranks)
-            facts[name] = bit_facts(world, SMALL_STEPS) | closeness_facts(world)
+            facts[name] = bit_facts(world, SMALL_STEPS, RANDOM_PLANS) | closeness_facts(world)
     return facts
 
 
@@ -174,10 +175,9 @@ def of_small() -> list[dict[str, Any]]:
 
 def assert_same_bits(facts: dict[str, Any], steps: int) -> None:
     assert facts["different"] == {name: [] for name in facts["different"]}
-    assert len(facts["different"]) == 1 + RANDOM_PLANS
+    assert len(facts["different"]) >= 3
     assert facts["steps"] == steps
     assert facts["weights change"]
-    assert facts["strand changes"] > 10  # the two strands are indeed interleaved
 
 
 def assert_close_to_eager(facts: dict[str, Any], dtype: torch.dtype) -> None:
@@ -194,6 +194,7 @@ def test_two_strands_give_the_bits_of_one_for_20_steps(of_large: list[dict[str, 
     """Losses, gradients and weights, 4 layers of width 512, measured plan and random plans."""
     for facts in of_large:
         assert_same_bits(facts, LARGE_STEPS)
+        assert facts["strand changes"] > 10  # the plan does interleave
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -203,6 +204,7 @@ def test_every_variant_gives_the_bits_of_one_strand(
     """Tied head, grouped queries and bfloat16 compute."""
     for facts in of_small:
         assert_same_bits(facts[name], SMALL_STEPS)
+        assert facts[name]["strand changes"] > 10
 
 
 def test_masters_and_gradient_sums_are_float32(of_small: list[dict[str, Any]]) -> None:

@@ -20,7 +20,6 @@ from strand_world import (
     differences,
     fingerprint,
     open_world,
-    train,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 

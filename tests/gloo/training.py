@@ -1,4 +1,4 @@
-"""Runs `interlace train` and `interlace plan` as a user does, on a tiny model and a made-up text."""
+"""Runs `interlace train` and `interlace plan` as a user does, on a tiny model and made-up text."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ class Workplace:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         draw = random.Random(1)
-        words = "interlace hides communication behind compute while two strands run".split()
+        words = ["interlace", "hides", "communication", "behind", "compute", "two", "strands"]
         lines = [" ".join(draw.choices(words, k=8)) + ".\n" for _ in range(1500)]
         (folder / "text").write_text("".join(lines))
         (folder / "run.toml").write_text(RUN)

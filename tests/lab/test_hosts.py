@@ -6,16 +6,16 @@ Needs Linux, root and iproute2; elsewhere every test is skipped with the reason.
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lab_programs import CONNECT, LIMIT_S, OWNER, RANK, SEND, alive, left, until
 
 from interlace.errors import InputError
 from interlace.lab import namespaces
@@ -32,85 +32,12 @@ from interlace.lab.hosts import (
 _REASON = available()
 pytestmark = pytest.mark.skipif(bool(_REASON), reason=f"no lab can be made here: {_REASON}")
 
-LIMIT_S = 60.0
-"""Longest wait for anything."""
-
-# A rank: all-reduces its rank plus one, writes what it sees, then follows its orders.
-RANK = """
-import json, os, pathlib, signal, sys, time
-import torch, torch.distributed as dist
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-total = torch.full((1000,), float(rank + 1))
-dist.all_reduce(total)
-facts = {
-    "total": total[0].item(),
-    "cores": sorted(os.sched_getaffinity(0)),
-    "pid": os.getpid(),
-    "device": os.environ["GLOO_SOCKET_IFNAME"],
-    "rate": os.environ["INTERLACE_LAB_RATE"],
-    "argument": sys.argv[2],
-}
-path = pathlib.Path(sys.argv[1], f"{rank}.facts")
-path.with_suffix(".part").write_text(json.dumps(facts))
-path.with_suffix(".part").rename(path)
-print(f"output of rank {rank}", flush=True)
-sys.stderr.write(f"complaint of rank {rank}\\n")
-dist.barrier()
-dist.destroy_process_group()
-verb, _, number = os.environ.get(f"ORDER_{rank}", "exit 0").partition(" ")
-if verb == "signal":
-    os.kill(os.getpid(), int(number))
-if verb == "sleep":
-    time.sleep(int(number))
-sys.exit(int(number))
-"""
-
-# `run_in_lab` in a process of its own, so that it can be signalled.
-OWNER = """
-import sys
-from interlace.lab.hosts import run_in_lab
-sys.exit(run_in_lab(["python", *sys.argv[1:]], hosts=2, ranks_per_host=1, rate="1gbit"))
-"""
-
-
-def _left() -> set[str]:
-    """What exists of labs, and of our devices outside them, but for labs of other live processes.
-
-    Somebody else on this machine may use labs while the tests run.
-    """
-    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True)
-    names = set(re.findall(r"\bilab-\w+-\w+", spaces.stdout))
-    names |= set(re.findall(r"\bil[0-9a-f]{6}[hs]\d+", links.stdout))
-    folders = {path.name: path for path in namespaces.STATE.glob("[!.]*") if path.is_dir()}
-    for lab_id, path in folders.items():
-        with contextlib.suppress(FileNotFoundError):
-            owner = json.loads((path / "owner.json").read_text())
-            if owner["pid"] != os.getpid() and _alive(owner["pid"]):
-                names = {name for name in names if lab_id not in name}
-            else:
-                names.add(lab_id)
-    return names
-
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     yield
-    # Labs of others come and go between two looks of `_left`; what we left would stay.
-    _until(lambda: not _left(), f"{_left()} removed", limit_s=5.0)
-
-
-def _until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.02)
-
-
-def _alive(pid: int) -> bool:
-    return namespaces._start_ticks(pid) != 0
+    # Labs of others come and go between two looks of `left`; what we left would stay.
+    until(lambda: not left(), f"{left()} removed", limit_s=5.0)
 
 
 def _facts(folder: Path, rank: int) -> dict[str, object]:
@@ -131,15 +58,6 @@ def _output(lab: Lab, host: int, *argv: str) -> tuple[int, str]:
     return process.returncode, output.decode()
 
 
-_CONNECT = """
-import socket, sys
-try:
-    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=float(sys.argv[3])).close()
-except OSError as error:
-    sys.exit(f"{type(error).__name__}")
-"""
-
-
 @contextlib.contextmanager
 def _listener(lab: Lab, host: int) -> Iterator[None]:
     code = "import socket,time; s=socket.create_server(('', 7000)); print('up', flush=True); "
@@ -155,7 +73,7 @@ def _listener(lab: Lab, host: int) -> Iterator[None]:
 def test_hosts_reach_each_other_and_nothing_else() -> None:
     """Between hosts and to itself a connection works; to the machine outside, none does."""
     with Lab(2, "") as lab, _listener(lab, 0), _listener(lab, 1):
-        connect = [sys.executable, "-c", _CONNECT]
+        connect = [sys.executable, "-c", CONNECT]
         for client in (0, 1):
             for address in (lab.address(0), lab.address(1), "127.0.0.1"):
                 assert _output(lab, client, *connect, address, "7000", "10") == (0, "")
@@ -170,7 +88,7 @@ def test_two_labs_at_once_do_not_meet() -> None:
     """Same addresses, disjoint names, and a live lab survives `clean` by anyone."""
     with Lab(1, "") as one, Lab(2, "1gbit") as two, _listener(two, 1):
         clean()
-        connect = [sys.executable, "-c", _CONNECT, two.address(1), "7000"]
+        connect = [sys.executable, "-c", CONNECT, two.address(1), "7000"]
         assert _output(two, 0, *connect, "10") == (0, "")
         assert _output(one, 0, *connect, "0.2")[0] == 1  # that address exists only in the other
         assert one.device(0) != two.device(0)
@@ -200,29 +118,14 @@ def test_the_rate_of_a_live_lab_changes() -> None:
         assert "tbf" not in _shaping(lab, 0)
 
 
-_SEND = """
-import socket, sys, time
-if sys.argv[1] == "receive":
-    server = socket.create_server(("", 7001)); server.settimeout(50)
-    print("up", flush=True)
-    peer, _ = server.accept(); received = 0
-    while data := peer.recv(1 << 20): received += len(data)
-    peer.sendall(b"k"); print(received)
-else:
-    peer = socket.create_connection((sys.argv[2], 7001), timeout=50)
-    started = time.monotonic(); peer.sendall(bytes(2_000_000)); peer.shutdown(socket.SHUT_WR)
-    assert peer.recv(1) == b"k"; print(time.monotonic() - started)
-"""
-
-
 def test_data_takes_as_long_as_the_link_makes_it() -> None:
     """2 MB at 100 Mbit/s cannot arrive before 0.15 s, less what the bucket lets pass at once."""
     with Lab(2, "100mbit") as lab:
-        receiver = lab.exec(1, [sys.executable, "-c", _SEND, "receive"], stdout=subprocess.PIPE)
+        receiver = lab.exec(1, [sys.executable, "-c", SEND, "receive"], stdout=subprocess.PIPE)
         assert receiver.stdout
         with receiver.stdout:
             assert receiver.stdout.readline() == b"up\n"
-            code, seconds = _output(lab, 0, sys.executable, "-c", _SEND, "send", lab.address(1))
+            code, seconds = _output(lab, 0, sys.executable, "-c", SEND, "send", lab.address(1))
             assert receiver.stdout.read() == b"2000000\n"
         assert code == 0
         assert float(seconds) >= (2_000_000 - 90_000) * 8 / 100e6
@@ -287,7 +190,7 @@ def test_exit_codes(
     assert run_in_lab(["python", *script], hosts=2, ranks_per_host=1, rate="") == code
     assert time.monotonic() - started < LIMIT_S
     assert said in capfd.readouterr().err
-    assert not any(_alive(int(str(_facts(tmp_path, rank)["pid"]))) for rank in (0, 1))
+    assert not any(alive(int(str(_facts(tmp_path, rank)["pid"]))) for rank in (0, 1))
 
 
 @contextlib.contextmanager
@@ -300,7 +203,7 @@ def _owner(
     owner = subprocess.Popen([sys.executable, "-c", OWNER, *script], env=env)
     try:
         files = [tmp_path / f"{rank}.facts" for rank in (0, 1)]
-        _until(lambda: all(map(Path.exists, files)) or owner.poll() is not None, "ranks start")
+        until(lambda: all(map(Path.exists, files)) or owner.poll() is not None, "ranks start")
         yield owner, [int(str(_facts(tmp_path, rank)["pid"])) for rank in (0, 1)]
     finally:
         owner.kill()
@@ -316,7 +219,7 @@ def test_a_signal_ends_everything(
     with _owner(script, tmp_path) as (owner, ranks):
         owner.send_signal(number)
         assert owner.wait(timeout=LIMIT_S) == 128 + number
-        assert not any(map(_alive, ranks))
+        assert not any(map(alive, ranks))
 
 
 def test_clean_removes_what_kill_9_left(script: list[str], tmp_path: Path) -> None:
@@ -325,10 +228,10 @@ def test_clean_removes_what_kill_9_left(script: list[str], tmp_path: Path) -> No
         os.kill(ranks[1], signal.SIGSTOP)
         owner.kill()
         owner.wait()
-        assert all(map(_alive, ranks))
+        assert all(map(alive, ranks))
         clean()  # how many it returns may include labs of others
-        assert not any(map(_alive, ranks))
-        assert {name for name in _left() if live.id not in name} == set()
+        assert not any(map(alive, ranks))
+        assert {name for name in left() if live.id not in name} == set()
         assert _output(live, 0, "true") == (0, "")
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import op_graphs, pair_graphs, solo_times
 
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph, merge
 from interlace.ir.plan import check
 from interlace.search.list_scheduling import list_schedule, lower_bound_ns
 from interlace.sim.strands import simulate
+from strategies import op_graphs, pair_graphs, solo_times
 
 # How far from the best order the planner ended, over 327 pairs of strands of 3 and 4 operators on
 # compute and one link, 0 to 20 ns each: 1.4 % longer on average, 41 % at worst, the best order in

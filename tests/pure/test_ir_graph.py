@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from strategies import op_graphs, pair_graphs
 
 from interlace.errors import InputError
 from interlace.ir.graph import COMPUTE_LANE, GraphInput, Kind, Operator, OpGraph, merge
+from strategies import op_graphs, pair_graphs
 
 
 def operator(name: str, *inputs: str, **fields: Any) -> Operator:

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import op_graphs, orders_of
 from test_ir_graph import CHAIN
 
 from interlace.errors import InputError
 from interlace.ir.graph import OpGraph, merge
 from interlace.ir.plan import PHASES, PhasePlan, Plan, check, from_text, read, to_text
+from strategies import op_graphs, orders_of
 
 TIMES = st.integers(0, 2**50)
 

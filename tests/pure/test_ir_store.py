@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import op_graphs, orders_of, solo_times
 from test_ir_graph import CHAIN
 
 from interlace.errors import InputError
@@ -17,6 +16,7 @@ from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
 from interlace.ir.timeline import Timeline
 from interlace.sim.strands import simulate
+from strategies import op_graphs, orders_of, solo_times
 
 COSTS = CostTable({"a": 5, "b": 7}, "profile", 3, "graph", "machine")
 
@@ -84,7 +84,7 @@ def test_times_are_whole_nanoseconds(new: Any) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"text"', "null"])
 def test_text_that_is_no_such_value(text: str) -> None:
-    with pytest.raises(InputError, match="file.json is not"):
+    with pytest.raises(InputError, match=r"file\.json is not"):
         store.loads(text, OpGraph, "file.json")
 
 
@@ -115,7 +115,7 @@ def test_a_cost_table_of_another_graph_is_noticed() -> None:
     """Every operator of the graph must have a time; the table's hash covers the times."""
     table = CostTable({"a": 1, "b": 2, "c": 3}, "profile")
     assert table.of(CHAIN) == {"a": 1, "b": 2, "c": 3}
-    with pytest.raises(InputError, match="no time for 1 operators of graph 'forward'.*'c'"):
+    with pytest.raises(InputError, match=r"no time for 1 operators of graph 'forward'.*'c'"):
         COSTS.of(CHAIN)
     changes = (replace(COSTS, issue_ns=4), replace(COSTS, solo_ns={"a": 5}))
     assert COSTS.digest not in {each.digest for each in changes}

@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import op_graphs, orders_of, solo_times
 
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.timeline import WAIT, CollectiveRow, Span, Timeline, overlaps
 from interlace.sim.strands import simulate
+from strategies import op_graphs, orders_of, solo_times
 
 
 def compute(name: str, start: int, end: int) -> Span:

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import op_graphs, orders_of, pair_graphs, solo_times
 
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
 from interlace.ir.timeline import WAIT, overlaps
 from interlace.sim.strands import simulate
+from strategies import op_graphs, orders_of, pair_graphs, solo_times
 
 
 def graph(*rows: tuple[str, str, str]) -> OpGraph:
