@@ -113,8 +113,9 @@ class TrainConfig:
 class PlanConfig:
     """How the order of operators is found."""
 
-    search: Literal["list"] = "list"
-    """Search that makes the plan."""
+    search: Literal["exact", "list"] = "exact"
+    """Search that makes the plan: `exact` merges the strands by dynamic programming and polishes
+    the result, `list` is plain list scheduling."""
     file: str = ""
     """Read the plan from this file instead of searching."""
     profile_repeats: int = 5

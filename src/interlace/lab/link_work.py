@@ -1,12 +1,10 @@
 """One emulated link, and the works that complete when the link is done with them."""
 
-import heapq
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,9 +12,11 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+_JOIN_S = 1.0
+
 
 class EmulatedLink:
-    """Both directions of one link: when each is free, and a thread that fires at those times."""
+    """When each direction of one link is free, and the threads that wait for those times."""
 
     def __init__(self, *, rate_bits: int, latency_us: float) -> None:
         self._latency_ns = latency_us * 1e3
@@ -24,11 +24,10 @@ class EmulatedLink:
         self._outbound_free_ns = 0
         self._inbound_free_ns = 0
         self._lock = threading.Lock()
-        self._timer = _Timer()
-        self._worker = _Worker()
-        # Idle threads hold only these two, so a link that nobody uses ends its threads.
-        for thread in (self._timer, self._worker):
-            weakref.finalize(self, thread.stop)
+        self.threads = _Threads()
+        # Idle threads do not hold the link, so one that nobody uses ends its threads. The same
+        # happens at exit: a thread that Python cuts off inside torch would abort the process.
+        weakref.finalize(self, self.threads.stop)
 
     def send(self, wire_bytes: float) -> int:
         """Occupy the outbound side from now on; returns the monotonic end in ns."""
@@ -44,143 +43,91 @@ class EmulatedLink:
             self._inbound_free_ns = self._end_ns(start_ns, wire_bytes)
             return self._inbound_free_ns
 
-    def at(self, end_ns: int, action: Callable[[], None]) -> None:
-        """Call `action` at `end_ns`: at once when that has passed, else in the timer thread."""
-        if time.monotonic_ns() >= end_ns:
-            action()
-        else:
-            self._timer.at(end_ns, action)
-
-    def one_by_one(self, action: Callable[[], None]) -> None:
-        """Call `action` in a thread, after those given earlier."""
-        self._worker.add(action)
-
     def _end_ns(self, start_ns: int, wire_bytes: float) -> int:
         return start_ns + round(self._latency_ns + wire_bytes * self._ns_per_byte)
 
 
-class _Timer:
-    """Calls actions at given times in one daemon thread, started at the first action."""
+class _Threads:
+    """Daemon threads of one link: one that takes actions in turn, and one per lone action."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: list[tuple[int, int, Callable[[], None]]] = []
-        self._order = count()
-        self._thread: threading.Thread | None = None
-        self._stopped = False
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._live: set[threading.Thread] = set()
+        self._has_worker = False
 
-    def at(self, end_ns: int, action: Callable[[], None]) -> None:
-        with self._changed:
-            heapq.heappush(self._waiting, (end_ns, next(self._order), action))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="interlace-link", daemon=True
-                )
-                self._thread.start()
-            elif self._waiting[0][0] == end_ns:
-                self._changed.notify()
+    def in_turn(self, action: Callable[[], None]) -> None:
+        """Run `action` after those given before; only one thread may call this."""
+        self._queue.put(action)
+        if not self._has_worker:
+            self._has_worker = True
+            self.alone(self._work)
+
+    def alone(self, action: Callable[[], None]) -> None:
+        """Run `action` in a thread of its own."""
+        thread = threading.Thread(
+            target=self._run, args=(action,), name="interlace-link", daemon=True
+        )
+        self._live.add(thread)
+        thread.start()
 
     def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
+        """End the threads; one that gloo does not let go is left after a second."""
+        self._queue.put(None)
+        deadline = time.monotonic() + _JOIN_S
+        for thread in self._live.copy() - {threading.current_thread()}:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _run(self) -> None:
-        while (action := self._next()) is not None:
+    def _run(self, action: Callable[[], None]) -> None:
+        action()
+        self._live.discard(threading.current_thread())
+
+    def _work(self) -> None:
+        while (action := self._queue.get()) is not None:
             action()
             del action  # it holds the link, whose end ends this thread
 
-    def _next(self) -> Callable[[], None] | None:
-        """Block until the earliest action is due; None once stopped."""
-        with self._changed:
-            while not self._stopped:
-                if not self._waiting:
-                    self._changed.wait()
-                    continue
-                left_ns = self._waiting[0][0] - time.monotonic_ns()
-                if left_ns <= 0:
-                    return heapq.heappop(self._waiting)[2]
-                self._changed.wait(left_ns / 1e9)
-        return None
-
-
-class _Worker:
-    """Calls actions one after the other in one daemon thread, started at the first action."""
-
-    def __init__(self) -> None:
-        self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._started = False
-
-    def add(self, action: Callable[[], None]) -> None:
-        self._actions.put(action)
-        if not self._started:  # only the thread that issues collectives comes here
-            self._started = True
-            threading.Thread(target=self._run, name="interlace-wait", daemon=True).start()
-
-    def stop(self) -> None:
-        self._actions.put(None)
-
-    def _run(self) -> None:
-        while (action := self._actions.get()) is not None:
-            action()
-            del action
-
 
 class EmulatedWork(Work):
-    """A gloo operation whose completion is held back until its time on the link is over."""
+    """A gloo operation whose completion is held back until its time on the link is over.
 
-    def __init__(self, inner: Work, link: EmulatedLink) -> None:
+    `outputs` is the value of its future.
+    """
+
+    def __init__(self, inner: Work, link: EmulatedLink, outputs: list[Any]) -> None:
         super().__init__()
         self._inner = inner
         self._link = link
+        self._outputs = outputs
         self._done = threading.Event()
         self._error: Exception | None = None
         self._future: Future[Any] = Future()
 
-    def follow_future(self, end_ns: int) -> None:
-        """Complete at `end_ns`, or when the inner operation's future does if that is later."""
+    def follow_in_turn(self, end_ns: int) -> None:
+        """Complete at `end_ns`, or when gloo does if that is later, after all earlier works.
 
-        def inner_done(inner: Future[Any]) -> None:
-            try:
-                value = inner.value()
-            except Exception as error:
-                self._fail(error)
-            else:
-                self._link.at(end_ns, lambda: self._succeed(value))
-
-        self._inner.get_future().add_done_callback(inner_done)
-
-    def follow_in_order(self, outputs: Any, end_ns: int) -> None:
-        """As `follow_future`, for a collective without a future: a thread waits for each in turn.
-
-        Every rank issues collectives in the same order, so none waits behind a later one.
+        For collectives: every rank issues them in the same order, so none waits for a later one.
         """
-        self._link.one_by_one(lambda: self._wait_inner(outputs, lambda: end_ns))
+        self._link.threads.in_turn(lambda: self._follow(lambda: end_ns))
 
-    def follow_alone(self, tensors: Any, end_ns: Callable[[], int]) -> None:
-        """As `follow_in_order`, with a thread of its own: a message may be received long after a
-        later one. `end_ns` is called once gloo has finished.
+    def follow_alone(self, end_ns: Callable[[], int]) -> None:
+        """Complete at the time that `end_ns` returns once gloo has finished, in any order.
+
+        For messages: one may be received long after another that was sent later.
         """
-        threading.Thread(
-            target=self._wait_inner, args=(tensors, end_ns), name="interlace-p2p", daemon=True
-        ).start()
+        self._link.threads.alone(lambda: self._follow(end_ns))
 
-    def _wait_inner(self, value: Any, end_ns: Callable[[], int]) -> None:
+    def _follow(self, end_ns: Callable[[], int]) -> None:
+        # Not by gloo's futures: its messages and reduce-scatters have none.
         try:
             self._inner.wait()
         except Exception as error:
-            self._fail(error)
-        else:
-            self._link.at(end_ns(), lambda: self._succeed(value))
-
-    def _succeed(self, value: Any) -> None:
+            self._error = error
+            self._done.set()
+            self._future.set_exception(error)
+            return
+        time.sleep(max(0, end_ns() - time.monotonic_ns()) / 1e9)
         self._done.set()
-        self._future.set_result(value)
-
-    def _fail(self, error: Exception) -> None:
-        self._error = error
-        self._done.set()
-        self._future.set_exception(error)
+        self._future.set_result(self._outputs)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until complete; 0 waits as long as gloo's own timeout. Raises gloo's error."""
@@ -210,7 +157,7 @@ class EmulatedWork(Work):
     def result(self) -> list[torch.Tensor]:
         """The output tensors; blocks until complete."""
         self.wait()
-        return self._future.value()
+        return self._outputs
 
     def synchronize(self) -> None:
         """Same as `wait`: CPU tensors have no streams."""

@@ -128,22 +128,22 @@ def _no_bytes(_group: dist.ProcessGroup, *_: Any) -> float:
 
 
 def _collective(
-    name: str, wire_bytes: Callable[..., float], *, old_name: str = "", has_future: bool = True
+    name: str, wire_bytes: Callable[..., float], *, old_name: str = ""
 ) -> Callable[..., Work]:
     """A method that runs gloo's `name` (torch 2.11: `old_name`) behind the link.
 
-    Options and split sizes go to gloo as torch passed them, by position or by name. gloo's
-    reduce-scatters have no future: they are an all-reduce whose wait() copies the part.
+    Options and split sizes go to gloo as torch passed them, by position or by name.
     """
     inner_name = name if hasattr(dist.ProcessGroup, name) else old_name
 
     def method(self: "EmulatedProcessGroup", *args: Any, **kwargs: Any) -> Work:
         end_ns = self.link.send(wire_bytes(self, *args))
-        work = EmulatedWork(getattr(self.gloo, inner_name)(*args, **kwargs), self.link)
-        if has_future:
-            work.follow_future(end_ns)
-        else:
-            work.follow_in_order(args[0], end_ns)
+        inner = getattr(self.gloo, inner_name)(*args, **kwargs)
+        outputs = args[0] if args else []
+        if not isinstance(outputs, list):
+            outputs = [outputs] if isinstance(outputs, torch.Tensor) else []  # none of a barrier
+        work = EmulatedWork(inner, self.link, outputs)
+        work.follow_in_turn(end_ns)
         return work
 
     return method
@@ -182,18 +182,16 @@ class EmulatedProcessGroup(dist.ProcessGroup):
         _all_gather_bytes,
         old_name="allgather_into_tensor_coalesced",
     )
-    reduce_scatter = _collective("reduce_scatter", _reduce_scatter_bytes, has_future=False)
+    reduce_scatter = _collective("reduce_scatter", _reduce_scatter_bytes)
     reduce_scatter_single = _collective(
         "reduce_scatter_single",
         _reduce_scatter_bytes,
         old_name="_reduce_scatter_base",
-        has_future=False,
     )
     reduce_scatter_single_coalesced = _collective(
         "reduce_scatter_single_coalesced",
         _reduce_scatter_bytes,
         old_name="reduce_scatter_tensor_coalesced",
-        has_future=False,
     )
     alltoall = _collective("alltoall", _all_to_all_bytes)
     all_to_all_single = _collective(
@@ -215,8 +213,8 @@ class EmulatedProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Work:
         """Occupies the outbound side; gloo takes the receiver and the tag."""
         end_ns = self.link.send(_bytes(tensors))
-        work = EmulatedWork(self.gloo.send(tensors, *args, **kwargs), self.link)
-        work.follow_alone(tensors, lambda: end_ns)
+        work = EmulatedWork(self.gloo.send(tensors, *args, **kwargs), self.link, tensors)
+        work.follow_alone(lambda: end_ns)
         return work
 
     def recv(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Work:
@@ -228,6 +226,6 @@ class EmulatedProcessGroup(dist.ProcessGroup):
         return self._receive(self.gloo.recv_anysource(tensors, *args, **kwargs), tensors)
 
     def _receive(self, inner: Work, tensors: list[torch.Tensor]) -> Work:
-        work = EmulatedWork(inner, self.link)
-        work.follow_alone(tensors, lambda: self.link.receive(_bytes(tensors)))
+        work = EmulatedWork(inner, self.link, tensors)
+        work.follow_alone(lambda: self.link.receive(_bytes(tensors)))
         return work

@@ -22,7 +22,8 @@ from interlace.ir.plan import Plan, check
 from interlace.ir.timeline import Timeline
 from interlace.runtime.executor import Batch, StrandExecutor, local
 from interlace.runtime.recorder import Recorder, clock_for
-from interlace.search.list_scheduling import list_schedule
+from interlace.search.planner import plan_phase
+from interlace.search.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,8 @@ def make_plan(strands_graphs: Mapping[str, OpGraph], costs: CostTable, search: s
     """Search the order of each phase. Deterministic: equal graphs and costs, equal plan."""
     phases = {}
     for name, graph in strands_graphs.items():
-        phases[name] = list_schedule(
-            graph,
-            costs.of(graph),
-            issue_ns=costs.issue_ns,
-            scaled_strand="forward" if name == "pair" else "",
-        )
+        problem = Problem(graph, costs.of(graph), costs.issue_ns)
+        phases[name] = plan_phase(problem, search)
     order = ("forward", "pair", "backward")
     return Plan(
         search, strands_graphs["pair"].digest, costs.digest, {name: phases[name] for name in order}

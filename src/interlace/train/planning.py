@@ -23,7 +23,9 @@ from interlace.models.loss import NextTokenLoss
 from interlace.parallel.meshes import axis_of_group, build_mesh
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.strands import Strands, build_strands, make_plan
-from interlace.search.list_scheduling import lower_bound_ns
+from interlace.search.bounds import lower_bound_ns
+from interlace.search.memory import peak_bytes
+from interlace.search.problem import Problem
 from interlace.train.session import DTYPES, vocabulary
 from interlace.train.tokens import open_tokenizer
 from interlace.train.weights import cast_parameters
@@ -96,13 +98,17 @@ def summary(plan: Plan, graphs: Mapping[str, OpGraph], costs: CostTable, config:
     assumed = "" if config.link.rate else " (assumed; set --link.rate)"
     lines = [
         f"costs: {costs.source}, link {config.link.rate or ASSUMED_RATE}{assumed}",
-        f"{'phase':<10}{'operators':>10}{'predicted':>13}{'exposed':>13}{'bound':>13}",
+        f"{'phase':<10}{'operators':>10}{'predicted':>13}{'bound':>13}{'gap':>8}"
+        f"{'exposed':>13}{'peak memory':>14}",
     ]
     for name, phase in plan.phases.items():
-        bound = lower_bound_ns(graphs[name], costs.of(graphs[name]), issue_ns=costs.issue_ns)
+        problem = Problem(graphs[name], costs.of(graphs[name]), costs.issue_ns)
+        bound = lower_bound_ns(problem)
+        peak = peak_bytes(graphs[name], phase.order) / 2**20
         lines.append(
             f"{name:<10}{len(phase.order):>10}{phase.predicted_ns / 1e6:>10.2f} ms"
-            f"{phase.exposed_ns / 1e6:>10.2f} ms{bound / 1e6:>10.2f} ms"
+            f"{bound / 1e6:>10.2f} ms{phase.predicted_ns / bound - 1:>8.1%}"
+            f"{phase.exposed_ns / 1e6:>10.2f} ms{peak:>10.1f} MiB"
         )
     step = plan.step_ns(config.train.micro_batches) / 1e6
     lines.append(f"step of {config.train.micro_batches} micro-batches: {step:.1f} ms predicted")
