@@ -163,13 +163,13 @@ def small(ranks: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def of_large() -> list[dict[str, Any]]:
-    results = run_ranks("test_strands:large", 2, timeout_s=110)
+    results = run_ranks("test_strands:large", 2, timeout_s=200)
     return [result.value for result in results]
 
 
 @pytest.fixture(scope="module")
 def of_small() -> list[dict[str, Any]]:
-    results = run_ranks("test_strands:small", 2, args=[2], timeout_s=110)
+    results = run_ranks("test_strands:small", 2, args=[2], timeout_s=200)
     return [result.value for result in results]
 
 
@@ -243,7 +243,7 @@ def test_strands_equal_a_plain_llama_in_one_process(
 
 def test_one_rank_without_collectives() -> None:
     """A world of one: the same promises with no communication at all."""
-    (result,) = run_ranks("test_strands:small", 1, args=[1], timeout_s=110)
+    (result,) = run_ranks("test_strands:small", 1, args=[1], timeout_s=200)
     for name, case in SMALL.items():
         assert_same_bits(result.value[name], SMALL_STEPS)
         assert_close_to_eager(result.value[name], case.dtype)

@@ -266,7 +266,7 @@ def delays() -> dict[str, Any]:
 
 def test_ranks_that_run_apart_neither_hang_nor_change_a_bit() -> None:
     """Random sleeps up to 5 ms before collectives and between phases, different on each rank."""
-    results = [result.value for result in run_ranks("test_strands_run:delays", 2, timeout_s=110)]
+    results = [result.value for result in run_ranks("test_strands_run:delays", 2, timeout_s=100)]
     for facts in results:
         assert facts["different"] == []
         assert facts["sleeps"] >= DELAY_SEEDS * MICRO_BATCHES * 10

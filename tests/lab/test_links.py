@@ -174,7 +174,7 @@ def test_one_link_is_a_queue_that_runs_beside_compute() -> None:
         for (_, at_s, is_main), share in zip(ended, (0.5, 0.75, 1.75), strict=True):
             assert at_s >= share * wire_s
             assert not is_main
-        assert result.value["products"] >= 2
+        assert result.value["products"] >= 1
 
 
 def child_receive_is_charged() -> float:

@@ -106,7 +106,7 @@ def test_a_broken_line_in_the_middle_is_refused(line: str, tmp_path: Path) -> No
 def test_tensorboard_gets_the_numbers_of_steps(tmp_path: Path) -> None:
     """Scalars appear as event/key at their step; text and events without a step do not."""
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import (  # noqa: PLC0415
+    from tensorboard.backend.event_processing.event_accumulator import (
         EventAccumulator,
     )
 

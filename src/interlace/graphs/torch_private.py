@@ -5,6 +5,8 @@
     _functorch.partitioners.default_partition                   cut in two; saves all it needs
     _functorch._aot_autograd.descriptors                        what each input and output is
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
+    distributed._functional_collectives.AsyncCollectiveTensor   what eager DTensor waits on
+    utils._python_dispatch.TorchDispatchMode, utils._pytree.tree_leaves   seeing eager operators
 
 The exit stack given to the joint export must be closed before anything real runs: until then its
 fake mode is active. A DTensor input becomes two placeholders, its local tensor and its mesh.
@@ -29,7 +31,24 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "GradientOf",
+    "InputOf",
+    "Joint",
+    "TorchDispatchMode",
+    "capture",
+    "fake_tensor_mode",
+    "init_fake_world",
+    "input_of",
+    "process_group",
+    "tree_leaves",
+]
 
 
 @dataclass(frozen=True)

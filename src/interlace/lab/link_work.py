@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
+import torch.distributed as dist
 from torch.futures import Future
 
 _JOIN_S = 1.0
@@ -87,13 +87,13 @@ class _Threads:
             del action  # it holds the link, whose end ends this thread
 
 
-class EmulatedWork(Work):
+class EmulatedWork(dist.Work):
     """A gloo operation whose completion is held back until its time on the link is over.
 
     `outputs` is the value of its future.
     """
 
-    def __init__(self, inner: Work, link: EmulatedLink, outputs: list[Any]) -> None:
+    def __init__(self, inner: dist.Work, link: EmulatedLink, outputs: list[Any]) -> None:
         super().__init__()
         self._inner = inner
         self._link = link

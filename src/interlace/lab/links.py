@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Work
 
 from interlace.errors import InputError
 from interlace.lab.link_work import EmulatedLink, EmulatedWork
@@ -129,14 +128,14 @@ def _no_bytes(_group: dist.ProcessGroup, *_: Any) -> float:
 
 def _collective(
     name: str, wire_bytes: Callable[..., float], *, old_name: str = ""
-) -> Callable[..., Work]:
+) -> Callable[..., dist.Work]:
     """A method that runs gloo's `name` (torch 2.11: `old_name`) behind the link.
 
     Options and split sizes go to gloo as torch passed them, by position or by name.
     """
     inner_name = name if hasattr(dist.ProcessGroup, name) else old_name
 
-    def method(self: "EmulatedProcessGroup", *args: Any, **kwargs: Any) -> Work:
+    def method(self: "EmulatedProcessGroup", *args: Any, **kwargs: Any) -> dist.Work:
         end_ns = self.link.send(wire_bytes(self, *args))
         inner = getattr(self.gloo, inner_name)(*args, **kwargs)
         outputs = args[0] if args else []
@@ -210,22 +209,22 @@ class EmulatedProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def send(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Work:
+    def send(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> dist.Work:
         """Occupies the outbound side; gloo takes the receiver and the tag."""
         end_ns = self.link.send(_bytes(tensors))
         work = EmulatedWork(self.gloo.send(tensors, *args, **kwargs), self.link, tensors)
         work.follow_alone(lambda: end_ns)
         return work
 
-    def recv(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Work:
+    def recv(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> dist.Work:
         """Occupies the inbound side once the data is there; gloo takes sender and tag."""
         return self._receive(self.gloo.recv(tensors, *args, **kwargs), tensors)
 
-    def recv_anysource(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Work:
+    def recv_anysource(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> dist.Work:
         """As `recv`, from whoever sends first; `_source_rank` of the work tells who."""
         return self._receive(self.gloo.recv_anysource(tensors, *args, **kwargs), tensors)
 
-    def _receive(self, inner: Work, tensors: list[torch.Tensor]) -> Work:
+    def _receive(self, inner: dist.Work, tensors: list[torch.Tensor]) -> dist.Work:
         work = EmulatedWork(inner, self.link, tensors)
         work.follow_alone(lambda: self.link.receive(_bytes(tensors)))
         return work

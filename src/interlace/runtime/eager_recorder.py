@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from interlace.graphs.collectives import ISSUE, WAIT
 from interlace.graphs.export import kind_of_target
+from interlace.graphs.torch_private import AsyncCollectiveTensor, TorchDispatchMode, tree_leaves
 from interlace.ir.graph import COMPUTE_LANE, Kind
 from interlace.ir.timeline import WAIT as WAIT_KIND
 from interlace.ir.timeline import Span, Timeline

@@ -5,6 +5,7 @@ own copy of weights and optimizer state, which is put in place before its turn a
 it; that copying is not timed. Afterwards everything is as it was before.
 """
 
+import math
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.config import Strands
+from interlace.errors import RunError
 from interlace.ir.timeline import Timeline
 from interlace.runtime.executor import Batch, local
 from interlace.train.optimizer import set_step
@@ -38,8 +40,16 @@ class ModeResult:
 
 
 def update(session: Session) -> float:
-    """Clip, step the optimizer and its schedule, publish. Returns the gradient norm."""
+    """Clip, step the optimizer and its schedule, publish. Returns the gradient norm.
+
+    Raises RunError, before anything is changed, if the gradients are not finite.
+    """
     norm = clip_gradients(session.weights.parameters, session.config.optimizer.clip_norm)
+    if not math.isfinite(norm):
+        raise RunError(
+            f"the gradient norm is {norm}; the weights are those of the step before",
+            hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
+        )
     session.optimizer.step()
     session.schedule.step()
     session.weights.publish()

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -117,7 +116,8 @@ class StrandEngine:
         return self._step(batches, None)
 
     def _step(self, batches: Sequence[Batch], recorder: Recorder | None) -> list[Tensor]:
-        torch._foreach_zero_(list({id(b): b for b in self.buffers.values()}.values()))
+        for buffer in self.buffers.values():
+            buffer.zero_()
         self.losses = self.executor.step(batches, recorder)
         self.weights.set_gradients(self.buffers, self.strands.chunk.placements)
         finish_gradients(self.weights.parameters)

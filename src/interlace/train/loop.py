@@ -127,19 +127,16 @@ class Trainer:
         say(session, step_line({**values, "steps": config.train.steps}))
 
     def _update(self, step: int, loss: float) -> float:
-        """Apply the gradients, unless they are not finite: then nothing has been changed."""
+        """Apply the gradients, unless loss or gradients are not finite: then nothing changes."""
         if not math.isfinite(loss):
             raise RunError(
-                f"the loss of step {step} is {loss}; no weight was changed in this step",
+                f"the loss of step {step} is {loss}; the weights are those of the step before",
                 hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
             )
-        norm = update(self.session)
-        if not math.isfinite(norm):
-            raise RunError(
-                f"the gradient norm of step {step} is {norm}",
-                hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
-            )
-        return norm
+        try:
+            return update(self.session)
+        except RunError as error:
+            raise RunError(f"step {step}: {error.message}", hint=error.hint) from error
 
     def _next_batches(self) -> list[Batch]:
         count = self.config.train.micro_batches

@@ -111,8 +111,7 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> float:
     Returns the norm before clipping."""
     norm = float(global_norm(parameters))
     if max_norm and norm > max_norm:
-        gradients = [
-            local(parameter.grad) for parameter in parameters if parameter.grad is not None
-        ]
-        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+        for parameter in parameters:
+            assert parameter.grad is not None
+            local(parameter.grad).mul_(max_norm / (norm + 1e-6))
     return norm
