@@ -70,7 +70,7 @@ def _chain(problem: Problem, strand: str) -> list[tuple[str, int]]:
             and op.id in before[name]
             and (not previous or previous in before[op.id])
         ]
-        compute = sum(problem.solo_ns[op.id] for op in between) + problem.issue_ns
+        compute = sum(problem.solo_ns[op.id] for op in between)  # issuing runs beside the transfer
         tasks += [(COMPUTE_LANE, compute), (graph.by_id[name].lane, problem.solo_ns[name])]
     last = chain[-1]
     after = [op for op in mine if op.lane == COMPUTE_LANE and last in before[op.id]]

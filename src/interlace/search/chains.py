@@ -19,7 +19,9 @@ class Piece:
     operators: tuple[str, ...]
     """Compute operators, then the collective if there is one."""
     compute_ns: int
-    """Time on the compute lane, issuing included."""
+    """Time on the compute lane before the collective is issued."""
+    issue_ns: int
+    """Time on the compute lane to issue it, while the transfer already runs."""
     lane: str
     """Link of the collective that closes the piece, or empty."""
     transfer_ns: int
@@ -111,7 +113,8 @@ def _piece(
     computed = group[:-1] if last.is_collective else group
     return Piece(
         operators=tuple(group),
-        compute_ns=sum(solo_ns[n] for n in computed) + (issue_ns if last.is_collective else 0),
+        compute_ns=sum(solo_ns[n] for n in computed),
+        issue_ns=issue_ns if last.is_collective else 0,
         lane=last.lane if last.is_collective else "",
         transfer_ns=solo_ns[last.id] if last.is_collective else 0,
         needs=tuple(sorted(needs)),

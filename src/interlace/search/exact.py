@@ -5,8 +5,8 @@
     3. fill     idle moments with weight gradients and other loose ends (`fill`)
     4. polish   the best few orders by moving single operators (`polish`)
 
-Problems of up to `SMALL` operators are solved to proven optimality instead (`optimal`). Larger
-ones come with the certified lower bound of `bounds`, so the gap to the optimum is known.
+Small problems are solved to proven optimality instead (`optimal`). Larger ones come with the
+certified lower bound of `bounds`, so the gap to the optimum is known.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from interlace.search.fill import insert_fillers
 from interlace.search.list_scheduling import list_schedule
 from interlace.search.memory import peak_bytes
 from interlace.search.merge_chains import merge_chains
+from interlace.search.optimal import order_optimal
 from interlace.search.polish import Evaluator, polish
 from interlace.search.problem import Problem
 
@@ -41,13 +42,18 @@ def order_exact(problem: Problem) -> tuple[str, ...]:
         return evaluator.length([evaluator.number[name] for name in order])[0]
 
     best = min(allowed, key=length)
-    return polish(
+    if not problem.memory_bytes:
+        proven = order_optimal(problem, best)
+        if proven is not None:
+            return proven
+    polished = polish(
         problem.graph,
         best,
         problem.solo_ns,
         issue_ns=problem.issue_ns,
         evaluations=EVALUATIONS // max(1, len(best)),
     )
+    return polished if _fits(problem, polished) else best
 
 
 def _fits(problem: Problem, order: Sequence[str]) -> bool:

@@ -4,7 +4,8 @@ State at (i, j), i pieces of the first chain and j of the second issued: time of
 time at which each link is free, and end times of the collectives that later pieces still
 need. Moving on issues the next piece of either chain. A state that is no earlier in any of
 these times than another of the same (i, j) is dropped. With no limit on the states kept, the
-result is the best merge of the two chains; `width` limits them.
+result is the best merge of the two chains; `width` limits them. A piece waits for all that it
+needs before it starts, so the announced length may be a little longer than the simulated one.
 """
 
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ def _advance(
         lane = lanes.index(piece.lane)
         free[lane] = ends[at] = max(now, free[lane]) + piece.transfer_ns
     parts[which] = tuple(ends[k] for k in walk.live[at + 1])
-    return (now, *free, *parts[0], *parts[1])
+    return (now + piece.issue_ns, *free, *parts[0], *parts[1])
 
 
 def _keep(cell: list[_State], new: _State, width: int) -> None:

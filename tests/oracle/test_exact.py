@@ -1,0 +1,126 @@
+"""Proves that `exact` is exact on small graphs, and that no order beats the lower bound.
+
+Brute force simulates all orders of pairs of strands of up to four operators each.
+"""
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_list_scheduling import best_ns
+
+from interlace.ir.graph import OpGraph
+from interlace.ir.plan import check
+from interlace.search.bounds import lower_bound_ns
+from interlace.search.chains import main_operators, split
+from interlace.search.exact import order_exact
+from interlace.search.merge_chains import merge_chains
+from interlace.search.paper import block_ns, legal, order_paper, pair_segments, segments
+from interlace.search.polish import Evaluator, polish
+from interlace.search.problem import Problem
+from interlace.sim.strands import simulate
+from strategies import op_graphs, orders_of, pair_graphs, solo_times
+
+
+def length_ns(problem: Problem, order: Sequence[str]) -> int:
+    return simulate(problem.graph, order, problem.solo_ns, issue_ns=problem.issue_ns).length_ns
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    data=st.data(),
+    graph=st.one_of(op_graphs(operators=(1, 6)), pair_graphs(operators=(1, 3))),
+    issue_ns=st.integers(0, 3),
+)
+def test_exact_is_the_optimum_of_small_graphs(
+    data: st.DataObject, graph: OpGraph, issue_ns: int
+) -> None:
+    """Equal to brute force over every order; the bound is below both."""
+    problem = Problem(graph, data.draw(solo_times(graph)), issue_ns)
+    order = order_exact(problem)
+    check(order, graph, "plan")
+    optimum = best_ns(graph, problem.solo_ns, issue_ns)
+    assert length_ns(problem, order) == optimum
+    assert lower_bound_ns(problem) <= optimum
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), graph=pair_graphs(operators=(4, 14)), issue_ns=st.integers(0, 3))
+def test_larger_plans_are_sound(data: st.DataObject, graph: OpGraph, issue_ns: int) -> None:
+    """Valid, between the bound and any random order, and the same every time."""
+    problem = Problem(graph, data.draw(solo_times(graph)), issue_ns)
+    order = order_exact(problem)
+    check(order, graph, "plan")
+    assert order == order_exact(problem)
+    rival = data.draw(orders_of(graph))
+    assert lower_bound_ns(problem) <= length_ns(problem, order) <= length_ns(problem, rival)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), graph=pair_graphs(operators=(1, 8)), issue_ns=st.integers(0, 3))
+def test_the_evaluator_agrees_with_the_simulator(
+    data: st.DataObject, graph: OpGraph, issue_ns: int
+) -> None:
+    """On any order; and polishing never makes one longer."""
+    problem = Problem(graph, data.draw(solo_times(graph)), issue_ns)
+    order = data.draw(orders_of(graph))
+    evaluator = Evaluator(graph, problem.solo_ns, issue_ns)
+    found, _ = evaluator.length([evaluator.number[name] for name in order])
+    assert found == length_ns(problem, order)
+    better = polish(graph, order, problem.solo_ns, issue_ns=issue_ns, evaluations=50)
+    check(better, graph, "polished")
+    assert length_ns(problem, better) <= found
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), graph=pair_graphs(operators=(1, 8)), issue_ns=st.integers(0, 3))
+def test_merged_chains_hold_every_main_operator_once(
+    data: st.DataObject, graph: OpGraph, issue_ns: int
+) -> None:
+    """In an order that respects dependencies, no longer than the merge announces."""
+    solo_ns = data.draw(solo_times(graph))
+    chains, fillers = split(
+        graph, solo_ns, issue_ns=issue_ns, longest_ns=data.draw(st.integers(1, 40))
+    )
+    order, announced = merge_chains(chains, graph.lanes[1:], width=8)
+    assert sorted((*order, *fillers)) == sorted(graph.order)
+    assert set(order) == main_operators(graph)
+    evaluator = Evaluator(graph, solo_ns, issue_ns)
+    seen: set[str] = set()
+    for name in order:
+        assert set(graph.by_id[name].inputs) <= seen
+        seen.add(name)
+    assert evaluator.length([evaluator.number[name] for name in order])[0] <= announced
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    data=st.data(),
+    graph=pair_graphs(operators=(1, 4)),
+    issue_ns=st.integers(0, 3),
+    parts=st.integers(1, 3),
+)
+def test_the_published_search_is_the_best_monotone_pairing(
+    data: st.DataObject, graph: OpGraph, issue_ns: int, parts: int
+) -> None:
+    """Equal to brute force over all ways to pair the segments in order."""
+    problem = Problem(graph, data.draw(solo_times(graph)), issue_ns)
+    first, second = segments(problem, parts)
+
+    def best(i: int, j: int) -> int:
+        if not i and not j:
+            return 0
+        found = []
+        if i:
+            found.append(best(i - 1, j) + block_ns(problem, [first[i - 1]]))
+        if j:
+            found.append(best(i, j - 1) + block_ns(problem, [second[j - 1]]))
+        if i and j and legal(problem, first[i - 1], second[j - 1]):
+            both = block_ns(problem, [first[i - 1], second[j - 1]])
+            found.append(best(i - 1, j - 1) + both)
+        return min(found)
+
+    blocks = pair_segments(problem, first, second)
+    assert blocks.length_ns == best(len(first), len(second))
+    assert sorted(blocks.order) == sorted(graph.order)
+    assert order_paper(problem).length_ns >= lower_bound_ns(problem)
