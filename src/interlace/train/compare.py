@@ -39,7 +39,7 @@ class ModeResult:
     state: State = field(default_factory=list)
 
 
-def update(session: Session) -> float:
+def update(session: Session, step: int) -> float:
     """Clip, step the optimizer and its schedule, publish. Returns the gradient norm.
 
     Raises RunError, before anything is changed, if the gradients are not finite.
@@ -47,7 +47,7 @@ def update(session: Session) -> float:
     norm = clip_gradients(session.weights.parameters, session.config.optimizer.clip_norm)
     if not math.isfinite(norm):
         raise RunError(
-            f"the gradient norm is {norm}; the weights are those of the step before",
+            f"the gradient norm of step {step} is {norm}; the weights are those of the step before",
             hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
         )
     session.optimizer.step()
@@ -94,7 +94,7 @@ def _take_turn(
     dist.barrier()
     wall, cpu = time.perf_counter_ns(), time.process_time_ns()
     losses = session.engines[mode].step(batches)
-    update(session)
+    update(session, step + 1)
     _synchronise(session)
     result.step_ns.append(time.perf_counter_ns() - wall)
     result.cpu_ns.append(time.process_time_ns() - cpu)

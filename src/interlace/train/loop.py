@@ -133,10 +133,7 @@ class Trainer:
                 f"the loss of step {step} is {loss}; the weights are those of the step before",
                 hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
             )
-        try:
-            return update(self.session)
-        except RunError as error:
-            raise RunError(f"step {step}: {error.message}", hint=error.hint) from error
+        return update(self.session, step)
 
     def _next_batches(self) -> list[Batch]:
         count = self.config.train.micro_batches
