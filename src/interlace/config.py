@@ -116,6 +116,8 @@ class PlanConfig:
     search: Literal["exact", "list"] = "exact"
     """Search that makes the plan: `exact` merges the strands by dynamic programming and polishes
     the result, `list` is plain list scheduling."""
+    memory_mib: float = 0.0
+    """Largest peak of values made by the graphs of one phase, per rank; 0 for no bound."""
     file: str = ""
     """Read the plan from this file instead of searching."""
     profile_repeats: int = 5
@@ -243,6 +245,7 @@ _NOT_NEGATIVE = (
     "optimizer.clip_norm",
     "train.evaluate_every",
     "compare.steps",
+    "plan.memory_mib",
     "link.latency_us",
     "output.record_every",
     "hardware.peak_tflops",

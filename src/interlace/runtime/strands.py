@@ -75,11 +75,15 @@ def build_strands(
     return Strands(module, chunk, backward, graphs)
 
 
-def make_plan(strands_graphs: Mapping[str, OpGraph], costs: CostTable, search: str) -> Plan:
-    """Search the order of each phase. Deterministic: equal graphs and costs, equal plan."""
+def make_plan(
+    strands_graphs: Mapping[str, OpGraph], costs: CostTable, search: str, *, memory_bytes: int = 0
+) -> Plan:
+    """Search the order of each phase. Deterministic: equal graphs and costs, equal plan.
+
+    Raises InputError if a phase needs more than `memory_bytes` (0: no bound)."""
     phases = {}
     for name, graph in strands_graphs.items():
-        problem = Problem(graph, costs.of(graph), costs.issue_ns)
+        problem = Problem(graph, costs.of(graph), costs.issue_ns, memory_bytes)
         phases[name] = plan_phase(problem, search)
     order = ("forward", "pair", "backward")
     return Plan(

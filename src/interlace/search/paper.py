@@ -124,3 +124,10 @@ def block_ns(problem: Problem, parts: Sequence[Sequence[str]]) -> int:
         else:
             now += problem.solo_ns[name]
     return max(now, *free.values()) if free else now
+
+
+def busy_ns(problem: Problem) -> int:
+    """Time for which the compute lane has work, issuing included."""
+    graph = problem.graph
+    computed = sum(problem.solo_ns[op.id] for op in graph.operators if not op.is_collective)
+    return computed + problem.issue_ns * len(graph.collectives)

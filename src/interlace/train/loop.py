@@ -26,6 +26,7 @@ from interlace.train.metrics import (
     peak_flops,
     step_line,
 )
+from interlace.train.proof import proof_rows, proof_table
 from interlace.train.session import Session, vocabulary
 
 
@@ -52,6 +53,7 @@ class Trainer:
         ]
         self.metrics: MetricsWriter | None = None
         self._compared: set[str] = set()
+        self.last_recorded: Timeline | None = None
         if session.rank == 0:
             # Not before: a run that cannot start must not cost the user an earlier one.
             for path in _earlier_run(self.directory):
@@ -75,6 +77,12 @@ class Trainer:
     def _run(self, stop: StopFlag) -> str:
         session, config = self.session, self.config
         say(session, session.dataset.summary)
+        if session.plan is not None:
+            step_ms = session.plan.step_ns(config.train.micro_batches) / 1e6
+            say(
+                session,
+                f"plan by search {session.plan.search!r}: {step_ms:.0f} ms predicted a step",
+            )
         if config.compare.steps:
             self._compare()
         self.evaluate(0)
@@ -87,6 +95,7 @@ class Trainer:
             if agreed(stop, None):
                 ended = f"stopped by {stop.requested or 'another rank'} after step {step}"
                 break
+        self._prove()
         self.write("end", step=step, reason=ended)
         say(session, ended)
         return ended
@@ -120,6 +129,7 @@ class Trainer:
             values["exposed_ms"] = timeline.exposed_ns() / 1e6
             values["hidden_fraction"] = timeline.hidden_fraction()
             self._keep(timeline)
+            self.last_recorded = timeline
         if self.peak_flops:
             spent = self.flops_per_token * tokens / session.world_size
             values["mfu"] = spent / (step_ns / 1e9) / self.peak_flops
@@ -164,6 +174,18 @@ class Trainer:
             path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         short = {key: value for key, value in summary.items() if key != "modes"}
         self.write("compare", **short)
+
+    def _prove(self) -> None:
+        """Expected against measured communication of the last recorded step."""
+        session, timeline = self.session, self.last_recorded
+        if timeline is None or session.plan is None or session.costs is None:
+            return
+        assert session.strands is not None
+        graphs, count = session.strands.op_graphs, self.config.train.micro_batches
+        rows = proof_rows(session.plan, graphs, session.costs, timeline, count)
+        self.write("proof", rows=rows)
+        say(session, "one step's communication, expected by the plan and measured on rank 0:")
+        say(session, proof_table(rows))
 
     def _keep(self, timeline: Timeline, *, compared: bool = False) -> None:
         """The comparison's timelines belong to its figures and are not replaced by later ones."""

@@ -17,14 +17,17 @@ from interlace.errors import InputError
 from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
-from interlace.ir.plan import Plan, to_text
+from interlace.ir.plan import PhasePlan, Plan, to_text
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
 from interlace.parallel.meshes import axis_of_group, build_mesh
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
+from interlace.report.tables import aligned, milliseconds, percent, size
 from interlace.runtime.strands import Strands, build_strands, make_plan
 from interlace.search.bounds import lower_bound_ns
 from interlace.search.memory import peak_bytes
+from interlace.search.paper import busy_ns, order_paper
+from interlace.search.planner import SEARCHES, plan_phase
 from interlace.search.problem import Problem
 from interlace.train.session import DTYPES, vocabulary
 from interlace.train.tokens import open_tokenizer
@@ -38,7 +41,12 @@ def plan_command(config: RunConfig, output: Path | None) -> int:
     check(config)
     strands = trace_fake(config)
     costs = _costs(config, strands.op_graphs)
-    plan = make_plan(strands.op_graphs, costs, config.plan.search)
+    plan = make_plan(
+        strands.op_graphs,
+        costs,
+        config.plan.search,
+        memory_bytes=int(config.plan.memory_mib * 2**20),
+    )
     text = to_text(plan, dict(strands.op_graphs))
     print(summary(plan, strands.op_graphs, costs, config), file=sys.stderr)
     if output is None:
@@ -94,22 +102,44 @@ def _costs(config: RunConfig, graphs: Mapping[str, OpGraph]) -> CostTable:
 
 
 def summary(plan: Plan, graphs: Mapping[str, OpGraph], costs: CostTable, config: RunConfig) -> str:
-    """A few lines per phase: predicted time, exposed communication, distance to the bound."""
+    """The chosen plan phase by phase, and what each search would give for the pair."""
     assumed = "" if config.link.rate else " (assumed; set --link.rate)"
-    lines = [
-        f"costs: {costs.source}, link {config.link.rate or ASSUMED_RATE}{assumed}",
-        f"{'phase':<10}{'operators':>10}{'predicted':>13}{'bound':>13}{'gap':>8}"
-        f"{'exposed':>13}{'peak memory':>14}",
-    ]
+    phases = []
     for name, phase in plan.phases.items():
         problem = Problem(graphs[name], costs.of(graphs[name]), costs.issue_ns)
-        bound = lower_bound_ns(problem)
-        peak = peak_bytes(graphs[name], phase.order) / 2**20
-        lines.append(
-            f"{name:<10}{len(phase.order):>10}{phase.predicted_ns / 1e6:>10.2f} ms"
-            f"{bound / 1e6:>10.2f} ms{phase.predicted_ns / bound - 1:>8.1%}"
-            f"{phase.exposed_ns / 1e6:>10.2f} ms{peak:>10.1f} MiB"
-        )
-    step = plan.step_ns(config.train.micro_batches) / 1e6
-    lines.append(f"step of {config.train.micro_batches} micro-batches: {step:.1f} ms predicted")
-    return "\n".join(lines)
+        peak = peak_bytes(graphs[name], phase.order)
+        phases.append((name, str(len(phase.order)), *_figures(problem, phase, peak)))
+    pair = Problem(graphs["pair"], costs.of(graphs["pair"]), costs.issue_ns)
+    searches = []
+    for search in SEARCHES:
+        phase = plan_phase(pair, search)
+        searches.append((search, *_figures(pair, phase, peak_bytes(pair.graph, phase.order))))
+    blocks = order_paper(pair)
+    gap = blocks.length_ns / lower_bound_ns(pair) - 1
+    exposed = blocks.length_ns - busy_ns(pair)
+    searches.append(
+        ("paper", milliseconds(blocks.length_ns), milliseconds(exposed), percent(gap), "-")
+    )
+    step = milliseconds(plan.step_ns(config.train.micro_batches))
+    figures = ("predicted ms", "exposed ms", "over bound", "peak memory")
+    return "\n".join(
+        [
+            f"costs: {costs.source}, link {config.link.rate or ASSUMED_RATE}{assumed}",
+            "",
+            aligned(("phase", "operators", *figures), phases, text_columns=1),
+            "",
+            aligned(("pair by search", *figures), searches, text_columns=1),
+            "",
+            f"step of {config.train.micro_batches} micro-batches: {step} ms predicted",
+        ]
+    )
+
+
+def _figures(problem: Problem, phase: PhasePlan, peak: int) -> tuple[str, str, str, str]:
+    gap = phase.predicted_ns / lower_bound_ns(problem) - 1
+    return (
+        milliseconds(phase.predicted_ns),
+        milliseconds(phase.exposed_ns),
+        percent(gap),
+        size(peak),
+    )

@@ -216,4 +216,9 @@ def _plan(session: Session, example: Batch) -> None:
             machine=machine,
         ),
     )
-    session.plan = make_plan(strands.op_graphs, session.costs, config.plan.search)
+    session.plan = make_plan(
+        strands.op_graphs,
+        session.costs,
+        config.plan.search,
+        memory_bytes=int(config.plan.memory_mib * 2**20),
+    )
