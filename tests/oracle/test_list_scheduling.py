@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph, merge
 from interlace.ir.plan import check
-from interlace.search.list_scheduling import list_schedule, lower_bound_ns
+from interlace.search.bounds import lower_bound_ns
+from interlace.search.list_scheduling import list_schedule
+from interlace.search.problem import Problem
 from interlace.sim.strands import simulate
 from strategies import op_graphs, pair_graphs, solo_times
 
@@ -55,7 +57,7 @@ def test_planned_orders_lie_between_the_optimum_and_the_sequential_order(
     assert (plan.predicted_ns, plan.exposed_ns) == (timeline.length_ns, timeline.exposed_ns())
     sequential = simulate(graph, graph.order, solo_ns, issue_ns=issue_ns)
     optimum = best_ns(graph, solo_ns, issue_ns)
-    bound = lower_bound_ns(graph, solo_ns, issue_ns=issue_ns)
+    bound = lower_bound_ns(Problem(graph, solo_ns, issue_ns))
     assert bound <= optimum <= plan.predicted_ns <= sequential.length_ns
 
 

@@ -10,7 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+import torch
+
 import interlace
+from interlace.cost.profile import processor_name
 from interlace.errors import InputError
 
 
@@ -47,7 +50,7 @@ def environment(link: str) -> dict[str, str | int]:
         "interlace": interlace.__version__,
         "torch": version("torch"),
         "python": platform.python_version(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "gpu": _gpu(),
         "cores": os.cpu_count() or 0,
         "system": f"{platform.system()} {platform.release()}",
@@ -56,18 +59,7 @@ def environment(link: str) -> dict[str, str | int]:
     }
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _gpu() -> str:
-    import torch  # noqa: PLC0415  listing benches must not import it
-
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 

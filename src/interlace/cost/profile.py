@@ -26,12 +26,13 @@ WARM_UP = 2
 
 def machine_id(device_type: str, link: str) -> str:
     """What measured times are valid for: processor or GPU, threads, torch, link."""
-    name = torch.cuda.get_device_name() if device_type == "cuda" else _cpu_name()
+    name = torch.cuda.get_device_name() if device_type == "cuda" else processor_name()
     parts = (name, str(torch.get_num_threads()), str(torch.__version__), link)
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
 
-def _cpu_name() -> str:
+def processor_name() -> str:
+    """What the processor calls itself."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():

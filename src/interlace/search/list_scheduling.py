@@ -14,8 +14,9 @@ the result is never predicted to be slower than running the strands one after th
 import heapq
 from collections.abc import Mapping
 
-from interlace.ir.graph import COMPUTE_LANE, OpGraph
+from interlace.ir.graph import OpGraph
 from interlace.ir.plan import PhasePlan
+from interlace.search.bounds import longest_paths
 from interlace.sim.strands import simulate
 
 SCALES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
@@ -26,7 +27,7 @@ def list_schedule(
 ) -> PhasePlan:
     """The best order found for `graph`. With `scaled_strand` (`forward`) its priorities are tried
     at several scales against those of the other strand."""
-    paths = _longest_paths(graph, solo_ns)
+    paths = longest_paths(graph, solo_ns)
     candidates = [graph.order]
     for scale in SCALES if scaled_strand else (1.0,):
         priority = {
@@ -39,27 +40,6 @@ def list_schedule(
     return PhasePlan(
         tuple(candidates[best]), timelines[best].length_ns, timelines[best].exposed_ns()
     )
-
-
-def lower_bound_ns(graph: OpGraph, solo_ns: Mapping[str, int], *, issue_ns: int = 0) -> int:
-    """No order is faster than the busiest lane or the longest path."""
-    busy: dict[str, int] = {}
-    for op in graph.operators:
-        busy[op.lane] = busy.get(op.lane, 0) + solo_ns[op.id]
-    busy[COMPUTE_LANE] = busy.get(COMPUTE_LANE, 0) + issue_ns * len(graph.collectives)
-    longest = max(_longest_paths(graph, solo_ns).values(), default=0)
-    return max(longest, *busy.values())
-
-
-def _longest_paths(graph: OpGraph, solo_ns: Mapping[str, int]) -> dict[str, int]:
-    """Time from the start of each operator to the end of the graph if nothing queued."""
-    tail: dict[str, int] = {op.id: 0 for op in graph.operators}
-    longest: dict[str, int] = {}
-    for op in reversed(graph.operators):
-        longest[op.id] = solo_ns[op.id] + tail[op.id]
-        for source in op.inputs:
-            tail[source] = max(tail[source], longest[op.id])
-    return longest
 
 
 def _schedule(
