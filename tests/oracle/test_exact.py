@@ -44,7 +44,7 @@ def test_exact_is_the_optimum_of_small_graphs(
     assert lower_bound_ns(problem) <= optimum
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), graph=pair_graphs(operators=(4, 14)), issue_ns=st.integers(0, 3))
 def test_larger_plans_are_sound(data: st.DataObject, graph: OpGraph, issue_ns: int) -> None:
     """Valid, between the bound and any random order, and the same every time."""

@@ -26,7 +26,7 @@ class Size:
     micro_batches: int
 
 
-FULL = Size(rates=("1gbit", "500mbit", "250mbit", ""), layers=2, steps=4, micro_batches=8)
+FULL = Size(rates=("1gbit", "500mbit", "250mbit", ""), layers=2, steps=3, micro_batches=8)
 QUICK = Size(rates=("500mbit",), layers=1, steps=3, micro_batches=4)
 
 
@@ -59,15 +59,17 @@ def _overrides(size: Size, directory: Path) -> list[str]:
         "model.ffn_width": 2816,
         "parallel.tensor": 2,
         "data.sequence_length": 256,
-        "train.micro_batch_size": 2,
+        "train.micro_batch_size": 1,
         "train.micro_batches": size.micro_batches,
         "train.steps": 1,
         "train.evaluate_batches": 1,
         "compare.steps": size.steps,
         "output.directory": directory,
         "output.record_every": 0,
+        "plan.profile_repeats": 3,
+        "plan.cache": "false",
     }
-    return [part for key, value in values.items() for part in (f"--{key}", str(value))]
+    return [f"--{key}={value}" for key, value in values.items()]
 
 
 def rows_of(case: str, comparison: dict[str, Any]) -> list[Row]:
