@@ -15,6 +15,7 @@ from interlace.errors import InputError, RunError
 from interlace.ir import store
 from interlace.ir.timeline import Timeline
 from interlace.parallel.tensor import loss_context
+from interlace.report.tables import comparison_lines
 from interlace.runtime.executor import Batch
 from interlace.runtime.signals import StopFlag, agreed
 from interlace.train.compare import compare, update
@@ -97,7 +98,7 @@ class Trainer:
                 break
         self._prove()
         self.write("end", step=step, reason=ended)
-        say(session, ended)
+        say(session, f"{ended}; `interlace report {self.directory}` draws it")
         return ended
 
     def _step(self, step: int) -> None:
@@ -172,6 +173,8 @@ class Trainer:
         if session.rank == 0:
             path = self.directory / "comparison.json"
             path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        for line in comparison_lines(summary):
+            say(session, line)
         short = {key: value for key, value in summary.items() if key != "modes"}
         self.write("compare", **short)
 
