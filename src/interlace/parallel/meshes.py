@@ -1,6 +1,5 @@
 """Device meshes. Axis names are torchtitan's: `tp` for tensor parallel."""
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from interlace.config import ParallelConfig
@@ -18,8 +17,3 @@ def axis_of_group(mesh: DeviceMesh) -> dict[str, str]:
     """Mesh axis by process-group name, as it appears in traced collectives."""
     names = mesh.mesh_dim_names or ()
     return {mesh.get_group(name).group_name: name for name in names}
-
-
-def is_first_rank() -> bool:
-    """Whether this process writes files and prints."""
-    return dist.get_rank() == 0

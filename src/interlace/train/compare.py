@@ -74,8 +74,7 @@ def compare(
         report(f"compared step {number + 1}/{len(steps)}")
     for mode in modes:
         _load(session, results[mode].state)
-        label = f"{mode}"
-        results[mode].timeline = session.engines[mode].record(steps[-1], label, session.rank)
+        results[mode].timeline = session.engines[mode].record(steps[-1], mode, session.rank)
     _load(session, start)
     set_step(session.schedule, first)
     timelines = [r.timeline for r in results.values() if r.timeline is not None]
