@@ -1,4 +1,4 @@
-"""What a run writes down about itself: environment.json, run.toml, the plan."""
+"""What a run writes down about itself: environment.json, run.toml, the plan and the costs behind it."""
 
 import datetime
 import json
@@ -13,11 +13,12 @@ import torch
 
 import interlace
 from interlace.ir import plan as plans
+from interlace.ir import store
 from interlace.train.session import Session, link_label
 
 
 def describe_environment(session: Session, directory: Path) -> None:
-    """Write environment.json, the resolved run.toml and, if there is one, the plan."""
+    """Write environment.json, the resolved run.toml and, if there are, costs and plan."""
     import tomli_w  # noqa: PLC0415  only runs that write files need it
 
     config = session.config
@@ -38,6 +39,8 @@ def describe_environment(session: Session, directory: Path) -> None:
     text = json.dumps(facts, indent=1) + "\n"
     (directory / "environment.json").write_text(text, encoding="utf-8")
     (directory / "run.toml").write_text(tomli_w.dumps(config.as_dict()), encoding="utf-8")
+    if session.costs is not None:
+        store.save(session.costs, directory / "costs.json")
     if session.plan is not None and session.strands is not None:
         table = plans.to_text(session.plan, dict(session.strands.op_graphs))
         (directory / "plan.txt").write_text(table, encoding="utf-8")

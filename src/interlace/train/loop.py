@@ -230,7 +230,7 @@ def claim_directory(config: RunConfig) -> None:
 
 def _earlier_run(directory: Path) -> list[Path]:
     """Files of a run that was written into this directory."""
-    names = ("metrics.jsonl", "comparison.json", "plan.txt", "environment.json")
+    names = ("metrics.jsonl", "comparison.json", "plan.txt", "costs.json", "environment.json")
     paths = [directory / name for name in names]
     paths += sorted((directory / "timelines").glob("*.json"))
     return [path for path in paths if path.exists()]
