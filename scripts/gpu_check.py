@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHES = ("graphs",)
+BENCHES = ("graphs", "imagined")
 
 
 def main() -> int:

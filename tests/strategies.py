@@ -37,7 +37,7 @@ def op_graphs(
                 target=f"aten.{kind}.default",
                 lane=lane,
                 inputs=tuple(sorted(draw(earlier))),
-                reads=tuple(sorted(draw(st.sets(st.sampled_from(("weight", "tokens")))))),
+                reads=tuple(sorted(draw(st.sets(st.sampled_from(("weight", "tokens", "kept")))))),
                 key=f"{own} {lane}",
                 bytes_in=draw(_SIZES),
                 bytes_out=draw(_SIZES),
@@ -47,7 +47,11 @@ def op_graphs(
     return OpGraph(
         name=name,
         operators=tuple(found),
-        inputs=(GraphInput("weight", "parameter", 8), GraphInput("tokens", "batch", 4)),
+        inputs=(
+            GraphInput("weight", "parameter", 8),
+            GraphInput("tokens", "batch", 4),
+            GraphInput("kept", "saved", draw(_SIZES)),
+        ),
         outputs=tuple(sorted(draw(st.sets(st.sampled_from(names))))),
     )
 

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from interlace.errors import InputError
 
 Strands = Literal["2", "1", "eager"]
+Search = Literal["exact", "list", "paper"]
+Mode = Literal["eager", "1", "2", "exact", "list", "paper", "inductor"]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -113,13 +115,21 @@ class TrainConfig:
 class PlanConfig:
     """How the order of operators is found."""
 
-    search: Literal["exact", "list"] = "exact"
+    search: Search = "exact"
     """Search that makes the plan: `exact` merges the strands by dynamic programming and polishes
-    the result, `list` is plain list scheduling."""
+    the result, `list` is plain list scheduling, `paper` pairs segments between barriers."""
     memory_mib: float = 0.0
     """Largest peak of values made by the graphs of one phase, per rank; 0 for no bound."""
+    extra_memory: float = 0.03
+    """Two strands take no more memory than one, plus this share of all that one needs (weights,
+    gradients, optimizer state, values); a larger share may give a shorter step."""
+    extra_memory_mib: float = 64.0
+    """Beyond one strand, so much is always allowed: a small model needs no thrift."""
     file: str = ""
     """Read the plan from this file instead of searching."""
+    trial_steps: int = 3
+    """Steps of two strands and of one strand in turn at the start of training; if two strands are
+    slower, all ranks go on with one. 0 trusts the plan."""
     profile_repeats: int = 5
     """Measurements per operator at start-up."""
     cache: bool = True
@@ -132,8 +142,11 @@ class CompareConfig:
 
     steps: int = 0
     """Steps per way; 0 compares nothing. The weights are put back afterwards."""
-    modes: tuple[Strands, ...] = ("eager", "1", "2")
-    """Ways to compare."""
+    modes: tuple[Mode, ...] = ("eager", "1", "2")
+    """Ways to compare: as in `strands`, or two strands planned by a search of that name, or by
+    `inductor`, PyTorch's own overlap scheduler."""
+    memory: bool = False
+    """Also measure the peak memory of one step of each way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +258,10 @@ _NOT_NEGATIVE = (
     "optimizer.clip_norm",
     "train.evaluate_every",
     "compare.steps",
+    "plan.trial_steps",
     "plan.memory_mib",
+    "plan.extra_memory",
+    "plan.extra_memory_mib",
     "link.latency_us",
     "output.record_every",
     "hardware.peak_tflops",
@@ -283,6 +299,12 @@ def check(config: RunConfig) -> None:
             f"optimizer.final_fraction = {config.optimizer.final_fraction!r} must lie in 0..1",
             hint="0.1 ends at a tenth of the peak",
         )
+    ways = config.compare.modes
+    if config.compare.steps and len(set(ways)) < max(1, len(ways)):
+        raise InputError(
+            f"compare.modes = {list(ways)} must name ways of running, each once",
+            hint='set compare.modes to several of them, as in ["eager", "1", "2"]',
+        )
     if config.link.rate:
         parse_rate(config.link.rate, "link.rate")
     if config.watchdog.dead_after_s < 2 * config.watchdog.heartbeat_s:
@@ -292,6 +314,19 @@ def check(config: RunConfig) -> None:
             hint="set watchdog.dead_after_s to at least twice watchdog.heartbeat_s",
         )
     _check_shapes(config)
+
+
+def modes_of(config: RunConfig) -> frozenset[Mode]:
+    """Every way of running a step that this run needs."""
+    trial: tuple[Mode, ...] = ("1",) if tries_fallback(config) else ()
+    compared = config.compare.modes if config.compare.steps else ()
+    return frozenset({config.strands, *compared, *trial})
+
+
+def tries_fallback(config: RunConfig) -> bool:
+    """Whether the plan has to prove itself: two strands, and steps enough to tell."""
+    steps = config.plan.trial_steps
+    return config.strands == "2" and steps > 0 and config.train.steps >= 4 * (steps + 1)
 
 
 def _check_shapes(config: RunConfig) -> None:
@@ -324,12 +359,12 @@ def _check_shapes(config: RunConfig) -> None:
                 f"{name} = {size} cannot be divided among parallel.tensor = {tensor} ranks",
                 hint=f"set {name} to a multiple of {tensor}, or parallel.tensor to a divisor",
             )
-    modes = {config.strands, *(config.compare.modes if config.compare.steps else ())}
-    if "2" in modes and config.train.micro_batches < 2:
+    if modes_of(config) - {"eager", "1"} and config.train.micro_batches < 2:
         raise InputError(
             f"two strands need at least two micro-batches per step, and "
             f"train.micro_batches = {config.train.micro_batches}",
-            hint="set train.micro_batches to 2 or more (8 hides most), or strands to 1",
+            hint="set train.micro_batches to 2 or more (8 hides most), or strands to 1 and "
+            "compare.modes to eager,1",
         )
 
 

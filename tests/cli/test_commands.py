@@ -44,6 +44,7 @@ def calls(monkeypatch):
 
     fake("interlace.train.worker", "main")
     fake("interlace.train.planning", "plan_command")
+    fake("interlace.train.profiling", "profile_command")
     fake("interlace.runtime.launch", "launch")
     fake("interlace.lab.hosts", "run_in_lab")
     fake("interlace.lab.hosts", "clean")
@@ -131,7 +132,12 @@ def test_a_rank_says_which_one_it_is(calls, monkeypatch, capsys):
         ("lab run --hosts 2", "no command to run in the lab", "put it after --"),
         ("lab run --hosts 0 -- true", "--hosts 0 must be positive", "set --hosts"),
         ("lab run --rate fast -- true", "--rate = 'fast' is not a link rate", "250mbit"),
-        ("report no/such", "there is no folder no/such", "output.directory"),
+        ("report no/such", "there is no folder or file no/such", "output.directory"),
+        ("profile demo --again true", "Unused Tokens: ['true']", "--name=false"),
+        ("profile demo -o .", ". is a folder", "name a file: cost.json"),
+        ("profile demo -o /proc/c.json", "cannot write to /proc", "another --output"),
+        ("profile demo --output", "parameter --output requires an argument", "--help"),
+        ("profile demo --nproc 3", "the world size is 3", "--nproc 2"),
     ],
 )
 @pytest.mark.usefixtures("benches")
@@ -155,6 +161,39 @@ def test_nproc_under_torchrun_is_refused(calls, monkeypatch, capsys):
     assert main(["train", "demo", "--nproc", "2"]) == 2
     assert "already one rank of 2" in capsys.readouterr().err
     assert calls.made == []
+
+
+def test_profile_starts_ranks_that_profile(calls, tmp_path, monkeypatch):
+    """The ranks get the resolved run file and the same output, wherever they start."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "demo", "-o", "deep/c.json", "--again", "--train.threads", "2"]) == 0
+    [(name, (command,), options)] = calls.made
+    assert name == "launch"
+    assert command[:5] == [sys.executable, "-u", "-m", "interlace", "profile"]
+    assert command[6:] == ["--output", str(tmp_path / "deep" / "c.json"), "--again"]
+    assert options == {"ranks": 2, "cores_per_rank": 2, "verbose": False}
+
+
+def test_profile_is_a_rank_when_the_environment_says_so(calls, tmp_path, monkeypatch):
+    """Under torchrun it measures in this process, and its code is the exit code."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    calls.results = [130]
+    assert main(["profile", "demo", "-o", str(tmp_path / "c.json")]) == 130
+    [(name, arguments, options)] = calls.made
+    assert name == "profile_command"
+    assert arguments == (load_run_config("demo"), tmp_path / "c.json")
+    assert options["again"] is False
+
+
+def test_profile_never_replaces_a_file_that_is_no_cost_file(calls, tmp_path, capsys):
+    """A run file given as output by mistake stays as it is, also with --again."""
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 3\n")
+    assert main(["profile", "demo", "-o", str(file), "--again"]) == 2
+    assert f"{file} is not valid JSON" in capsys.readouterr().err
+    assert calls.made == []
+    assert file.read_text() == "[train]\nsteps = 3\n"
 
 
 def test_a_typo_in_a_file_names_file_and_key(tmp_path, capsys):

@@ -221,6 +221,9 @@ def child_main() -> None:
     value = getattr(importlib.import_module(module), function)(*args)
     if value is not None:
         (folder / f"{os.environ['RANK']}.value").write_text(json.dumps(value))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # transport threads that outlive the interpreter abort it, once in some 100 runs
 
 
 def child_environment(world_size: int) -> dict[str, str]:

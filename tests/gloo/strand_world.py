@@ -4,6 +4,7 @@ Everything is made from seeds, so that ranks and ways to run start from the same
 """
 
 import hashlib
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,16 +13,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.config import ModelConfig, OptimizerConfig, ParallelConfig
-from interlace.ir.plan import Plan
+from interlace.ir.costs import CostTable
+from interlace.ir.phases import PHASES, phase_graphs
+from interlace.ir.plan import PhasePlan, Plan
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
 from interlace.parallel.meshes import axis_of_group, build_mesh
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.executor import Batch, local
-from interlace.runtime.strands import Strands, build_strands, make_plan, profile_strands
-from interlace.train.engines import EagerEngine, Engine, StrandEngine, planned_orders
+from interlace.runtime.profile import profile_strands
+from interlace.runtime.strands import Strands, build_strands
+from interlace.search.planner import make_plan
+from interlace.train.engines import EagerEngine, Engine, StrandEngine
 from interlace.train.optimizer import build_optimizer
 from interlace.train.weights import MasterWeights, clip_gradients
+from orders import depth_first_order, random_order
 
 VOCABULARY = 256
 MICRO_BATCHES = 4
@@ -82,20 +88,33 @@ class World:
             local(master).copy_(self.start[name])
         self.weights.publish()
 
-    def measured_plan(self) -> Plan:
-        """The plan that a training run would make here."""
+    def costs(self) -> CostTable:
+        """Times measured on this machine, equal on all ranks."""
         batch = self.case.batches(0)[0]
-        costs = profile_strands(self.strands, batch, "cpu", repeats=2, machine="test")
-        return make_plan(self.strands.op_graphs, costs, "list")
+        return profile_strands(self.strands, batch, "cpu", repeats=2, machine="test")
 
-    def engine(self, orders: dict[str, tuple[str, ...]] | None = None) -> StrandEngine:
-        """Runs strands in `orders`; without `orders` one strand after the other."""
-        orders = orders or self.strands.sequential_orders()
-        return StrandEngine(self.weights, self.strands, orders, self.buffers)
+    def engine(self, plan: Plan | None = None) -> StrandEngine:
+        """Runs strands as planned; without a plan one strand after the other."""
+        plan = plan or self.strands.sequential
+        return StrandEngine(self.weights, self.strands, plan, self.buffers)
 
-    def planned(self) -> StrandEngine:
-        """Two strands in the order of a measured plan."""
-        return self.engine(planned_orders(self.measured_plan()))
+    def planned(self, search: str = "exact", costs: CostTable | None = None) -> StrandEngine:
+        """Two strands in the order that a training run would plan here."""
+        return self.engine(make_plan(self.strands.op_graphs, costs or self.costs(), search))
+
+    def random_plan(self, seed: int) -> Plan:
+        """A valid plan that no search would make; equal on all ranks. Seeds differ in style, in
+        how much of the forward strand runs ahead, and in barriers."""
+        graphs, draw = self.strands.op_graphs, random.Random(seed)
+        make = random_order if seed % 2 else depth_first_order
+        ahead = draw.choice((0, 1, 5, 20, len(graphs["forward"].operators)))
+        of_phase = phase_graphs(graphs["forward"], graphs["backward"], ahead)
+        phases = {}
+        for name in PHASES:
+            order = make(of_phase[name], seed)
+            barriers = tuple(draw.sample(order, draw.choice((0, 0, 3))))
+            phases[name] = PhasePlan(order, 0, 0, barriers)
+        return Plan("random", graphs["pair"].digest, "-", phases, ahead)
 
     def eager(self) -> EagerEngine:
         """Plain autograd."""

@@ -13,12 +13,10 @@ from processes import gloo_group, run_ranks
 from strand_world import OPTIMIZER, Case, World, differences, open_world, train
 from torch import Tensor
 
-from interlace.ir.plan import PHASES
 from interlace.runtime.executor import local
 from interlace.train.engines import Engine
 from interlace.train.optimizer import build_optimizer
 from interlace.train.weights import clip_gradients
-from orders import depth_first_order, random_order
 
 RANDOM_PLANS = 5
 # 4 layers of width 512 is the size of the promise; a short sequence keeps it quick.
@@ -35,19 +33,13 @@ FLOAT32 = [name for name, case in SMALL.items() if case.dtype == torch.float32]
 SMALL_STEPS = 4
 
 
-def random_orders(world: World, seed: int) -> dict[str, tuple[str, ...]]:
-    """A valid plan that no search would make; equal on all ranks. Phases differ in style."""
-    make = random_order if seed % 2 else depth_first_order
-    return {phase: make(world.strands.op_graphs[phase], seed) for phase in PHASES}
-
-
 def bit_facts(world: World, steps: int, random_plans: int) -> dict[str, Any]:
     """What differs from one strand: two strands in the measured plan and in random plans."""
     one = train(world, world.engine(), steps)
     planned = world.planned()
     different = {"measured plan": differences(one, train(world, planned, steps))}
     for seed in range(random_plans):
-        engine = world.engine(random_orders(world, seed))
+        engine = world.engine(world.random_plan(seed))
         different[f"random plan {seed}"] = differences(one[:2], train(world, engine, 2))
     pair = [
         node.meta["strand"]

@@ -1,16 +1,13 @@
-"""Proves what holds while strands run: memory, recording, delays, and that the gate can fail.
+"""Proves what holds while strands run: memory, recording, and that the gate can fail.
 
 One launch of two ranks per child; the tests read the facts that it returns.
 """
 
 import gc
-import random
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from processes import gloo_group, run_ranks
 from strand_world import (
@@ -23,15 +20,12 @@ from strand_world import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.graphs import collectives
 from interlace.ir.graph import COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Timeline, overlaps
-from interlace.runtime.executor import local
+from interlace.runtime.executor import StepRun, local
 from interlace.train.engines import StrandEngine
 
 CASE = Case(heads=4, kv_heads=2)
-DELAY_SEEDS = 20
-LONGEST_DELAY_S = 0.005
 
 
 def in_world(facts: Callable[[World], dict[str, Any]]) -> dict[str, Any]:
@@ -70,14 +64,14 @@ def deaths_of_saved_values(engine: StrandEngine) -> list[int]:
     """How many values that forward saved for backward exist before each backward operator."""
     executor, batch = engine.executor, CASE.batches(0)[0]
     with torch.no_grad():
-        _, *outputs = executor._run("forward", batch, {}, 1, 0, None)
+        run = StepRun(executor, [batch], None)
+        run.phase("forward", forward=1)
         constants = {id(value) for value in executor._constants.values()}
-        watched = [t for t in outputs if id(t) not in constants and t is not batch[0]]
+        watched = [t for t in run.saved.values() if id(t) not in constants and t is not batch[0]]
         mode = AliveAtEachOperator([t for t in watched if t is not batch[1]])
-        saved = dict(zip(executor._saved, outputs, strict=True))
-        del outputs, watched
+        del watched
         with mode:
-            executor._run("backward", batch, saved, 0, 1, None)
+            run.phase("backward", backward=1)
     return mode.counts
 
 
@@ -224,53 +218,6 @@ def test_a_recorded_step_has_the_same_bits_and_a_sound_timeline() -> None:
     one, two = results[0]["collectives"]["one"], results[0]["collectives"]["two"]
     assert one != two
     assert sorted(one) == sorted(two)
-
-
-# Delays
-
-
-def delay_facts(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """20 times the same step, with sleeps that differ between ranks and from time to time."""
-    engine = world.planned()
-    batches = CASE.batches(0)
-    expected = fingerprint(world, engine.step(batches))
-    draw, slept, run = random.Random(), [], engine.executor._run
-    group = collectives.process_group
-
-    def sleep() -> None:
-        slept.append(draw.uniform(0, LONGEST_DELAY_S))
-        time.sleep(slept[-1])
-
-    def delayed_group(name: str) -> Any:
-        sleep()  # every collective looks its group up just before it starts
-        return group(name)
-
-    def delayed_run(*arguments: Any) -> Any:
-        sleep()
-        return run(*arguments)
-
-    monkeypatch.setattr(collectives, "process_group", delayed_group)
-    monkeypatch.setattr(engine.executor, "_run", delayed_run)
-    different = []
-    for seed in range(DELAY_SEEDS):
-        draw.seed(2 * seed + world.mesh.get_rank())
-        different += differences([expected], [fingerprint(world, engine.step(batches))])
-    return {"different": different, "sleeps": len(slept), "first": slept[:3]}
-
-
-def delays() -> dict[str, Any]:
-    """A child."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return in_world(lambda world: delay_facts(world, monkeypatch))
-
-
-def test_ranks_that_run_apart_neither_hang_nor_change_a_bit() -> None:
-    """Random sleeps up to 5 ms before collectives and between phases, different on each rank."""
-    results = [result.value for result in run_ranks("test_strands_run:delays", 2, timeout_s=100)]
-    for facts in results:
-        assert facts["different"] == []
-        assert facts["sleeps"] >= DELAY_SEEDS * MICRO_BATCHES * 10
-    assert results[0]["first"] != results[1]["first"]
 
 
 # The gate can fail

@@ -14,8 +14,10 @@ from interlace.graphs import collectives
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
 from interlace.parallel.meshes import axis_of_group, build_mesh
+from interlace.runtime.profile import profile_strands
 from interlace.runtime.recorder import CudaClock, Recorder
-from interlace.runtime.strands import build_strands, make_plan, profile_strands
+from interlace.runtime.strands import build_strands
+from interlace.search.planner import make_plan
 from interlace.train.weights import MasterWeights
 
 SEQUENCE = 256
@@ -44,20 +46,16 @@ class StrandsOnCuda(unittest.TestCase):
         batches = [torch.randint(0, 256, (2, 2, SEQUENCE), device="cuda").unbind() for _ in "1234"]
         strands = build_strands(weights.module, batches[0], axis_of_group(self.mesh))
         costs = profile_strands(strands, batches[0], "cuda", repeats=2, machine="test")
-        plan = make_plan(strands.op_graphs, costs, "list")
+        plan = make_plan(strands.op_graphs, costs, "exact")
         found = {}
-        for name, orders in {
-            "one": strands.sequential_orders(),
-            "two": {phase: p.order for phase, p in plan.phases.items()},
-        }.items():
+        for name, order in {"one": strands.sequential, "two": plan}.items():
             buffers = weights.buffers()
-            losses = strands.executor(orders, buffers).step(batches)
+            losses = strands.executor(order, buffers).step(batches)
             found[name] = [*losses, *buffers.values()]
         for one, two in zip(found["one"], found["two"], strict=True):
             self.assertTrue(torch.equal(one, two))
         recorder = Recorder(strands.op_graphs, CudaClock())
-        orders = {phase: p.order for phase, p in plan.phases.items()}
-        strands.executor(orders, weights.buffers()).step(batches, recorder)
+        strands.executor(plan, weights.buffers()).step(batches, recorder)
         timeline = recorder.timeline("two", 0)
         self.assertGreater(timeline.length_ns, 0)
         self.assertTrue(all(span.end_ns >= span.start_ns for span in timeline.spans))

@@ -13,10 +13,13 @@ from interlace.ir.graph import OpGraph
 from interlace.ir.plan import check
 from interlace.search.bounds import lower_bound_ns
 from interlace.search.chains import main_operators, split
+from interlace.search.evaluator import Evaluator
 from interlace.search.exact import order_exact
+from interlace.search.job_memory import Room
+from interlace.search.memory import Liveness, peak_bytes
 from interlace.search.merge_chains import merge_chains
 from interlace.search.paper import block_ns, legal, order_paper, pair_segments, segments
-from interlace.search.polish import Evaluator, polish
+from interlace.search.polish import polish
 from interlace.search.problem import Problem
 from interlace.sim.strands import simulate
 from strategies import op_graphs, orders_of, pair_graphs, solo_times
@@ -65,32 +68,34 @@ def test_the_evaluator_agrees_with_the_simulator(
     problem = Problem(graph, data.draw(solo_times(graph)), issue_ns)
     order = data.draw(orders_of(graph))
     evaluator = Evaluator(graph, problem.solo_ns, issue_ns)
-    found, _ = evaluator.length([evaluator.number[name] for name in order])
+    found = evaluator.length_ns(order)
     assert found == length_ns(problem, order)
-    better = polish(graph, order, problem.solo_ns, issue_ns=issue_ns, evaluations=50)
-    check(better, graph, "polished")
-    assert length_ns(problem, better) <= found
+    better = polish(evaluator, evaluator.numbers(order), evaluations=2000)
+    check(evaluator.order(better), graph, "polished")
+    assert length_ns(problem, evaluator.order(better)) <= found
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), graph=pair_graphs(operators=(1, 8)), issue_ns=st.integers(0, 3))
-def test_merged_chains_hold_every_main_operator_once(
+def test_merged_chains_hold_every_operator_once(
     data: st.DataObject, graph: OpGraph, issue_ns: int
 ) -> None:
     """In an order that respects dependencies, no longer than the merge announces."""
-    solo_ns = data.draw(solo_times(graph))
-    chains, fillers = split(
-        graph, solo_ns, issue_ns=issue_ns, longest_ns=data.draw(st.integers(1, 40))
-    )
-    order, announced = merge_chains(chains, graph.lanes[1:], width=8)
-    assert sorted((*order, *fillers)) == sorted(graph.order)
-    assert set(order) == main_operators(graph)
-    evaluator = Evaluator(graph, solo_ns, issue_ns)
-    seen: set[str] = set()
-    for name in order:
-        assert set(graph.by_id[name].inputs) <= seen
-        seen.add(name)
-    assert evaluator.length([evaluator.number[name] for name in order])[0] <= announced
+    problem = Problem(graph, data.draw(solo_times(graph)), issue_ns)
+    chains = split(problem, data.draw(st.integers(1, 40)))
+    values = Liveness(graph)
+    limit = data.draw(st.none() | st.integers(0, sum(values.size)))
+    room = None if limit is None else Room.within(limit, chains, values)
+    reach = data.draw(st.integers(0, 3))
+    merged = merge_chains(chains, graph.lanes[1:], width=8, reach=reach, room=room)
+    if merged is None:
+        assert room is not None
+        return
+    order, announced = merged
+    assert {n for c in chains for p in c.pieces for n in p.operators} == main_operators(graph)
+    check(order, graph, "merged")
+    assert length_ns(problem, order) <= announced
+    assert limit is None or peak_bytes(graph, order) <= limit
 
 
 @settings(max_examples=300, deadline=None)

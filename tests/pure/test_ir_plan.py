@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from test_ir_graph import CHAIN
 
 from interlace.errors import InputError
-from interlace.ir.graph import OpGraph, merge
-from interlace.ir.plan import PHASES, PhasePlan, Plan, check, from_text, read, to_text
+from interlace.ir.graph import OpGraph
+from interlace.ir.phases import PHASES, phase_graphs
+from interlace.ir.plan import PhasePlan, Plan, check, from_text, read, to_text
 from strategies import op_graphs, orders_of
 
 TIMES = st.integers(0, 2**50)
@@ -19,37 +20,40 @@ TIMES = st.integers(0, 2**50)
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Plan, dict[str, OpGraph]]:
     """A plan in random orders and its graphs."""
-    graphs = {name: draw(op_graphs(name=name)) for name in ("forward", "backward")}
-    graphs["pair"] = merge("pair", graphs)
-    phases = {
-        name: PhasePlan(draw(orders_of(graphs[name])), draw(TIMES), draw(TIMES)) for name in PHASES
-    }
-    return Plan("list", graphs["pair"].digest, "0123456789abcdef", phases), graphs
+    forward, backward = (draw(op_graphs(name=name)) for name in ("forward", "backward"))
+    ahead = draw(st.integers(0, len(forward.operators)))
+    graphs = phase_graphs(forward, backward, ahead)
+    phases = {}
+    for name in PHASES:
+        order = draw(orders_of(graphs[name]))
+        barriers = tuple(op for op in order if draw(st.booleans()))
+        phases[name] = PhasePlan(order, draw(TIMES), draw(TIMES), barriers)
+    strands = {"forward": forward, "backward": backward}
+    return Plan("list", graphs["pair"].digest, "0123456789abcdef", phases, ahead), strands
 
 
 def example() -> tuple[Plan, dict[str, OpGraph]]:
-    graphs = {"forward": CHAIN, "backward": replace(CHAIN, name="backward")}
-    graphs["pair"] = merge("pair", graphs)
+    strands = {"forward": CHAIN, "backward": replace(CHAIN, name="backward")}
+    graphs = phase_graphs(**strands, ahead=0)
     phases = {name: PhasePlan(graphs[name].order, 30, 10) for name in PHASES}
-    return Plan("list", graphs["pair"].digest, "0123456789abcdef", phases), graphs
+    return Plan("list", graphs["pair"].digest, "0123456789abcdef", phases), strands
 
 
 @given(case=plans())
 def test_a_plan_reads_back(case: tuple[Plan, dict[str, OpGraph]]) -> None:
     """Text and back, for any graph and order; its orders are valid."""
-    plan, graphs = case
-    again = from_text(to_text(plan, graphs))
+    plan, strands = case
+    again = from_text(to_text(plan, **strands))
     assert again == plan
     assert again.digest == plan.digest
-    for name, phase in again.phases.items():
-        check(phase.order, graphs[name], name)
+    again.validate(strands["forward"], strands["backward"], "plan")
 
 
 def test_a_plan_has_a_column_per_lane() -> None:
     """People read it: collectives stand in the column of their link."""
-    plan, graphs = example()
-    lines = to_text(plan, graphs).splitlines()
-    assert lines[0] == "interlace plan 1"
+    plan, strands = example()
+    lines = to_text(plan, **strands).splitlines()
+    assert lines[0] == "interlace plan 2"
     assert lines[3:8] == [
         "phase forward  operators 3  predicted_ns 30  exposed_ns 10",
         f"  {'compute':<44} | tp",
@@ -81,8 +85,9 @@ def test_every_broken_order_is_noticed(
     data: st.DataObject, case: tuple[Plan, dict[str, OpGraph]]
 ) -> None:
     """Any operator dropped, doubled, or moved before something that it needs."""
-    plan, graphs = case
-    order, graph = plan.phases["pair"].order, graphs["pair"]
+    plan, strands = case
+    graph = phase_graphs(**strands, ahead=plan.ahead)["pair"]
+    order = plan.phases["pair"].order
     place = data.draw(st.integers(0, len(order) - 1))
     broken = [
         (*order[:place], *order[place + 1 :]),
@@ -98,8 +103,13 @@ def test_every_broken_order_is_noticed(
             check(wrong, graph, "plan")
 
 
+def example_text() -> str:
+    plan, strands = example()
+    return to_text(plan, **strands)
+
+
 def edited(old: str, new: str, *, times: int = 1) -> str:
-    text = to_text(*example())
+    text = example_text()
     assert old in text
     return text.replace(old, new, times)
 
@@ -110,18 +120,20 @@ LAST = "phase backward  operators 3  predicted_ns 30  exposed_ns 10"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "p.txt: line 1 is not 'interlace plan 1'"),
-        ("interlace plan 2\n", "line 1 is not"),
-        ("interlace plan 1\n", "line 2 must give search, graph and costs"),
+        ("", "p.txt: line 1 is not 'interlace plan 2'"),
+        ("interlace plan 1\n", "line 1 is not"),
+        ("interlace plan 2\n", "line 2 must give search, graph, costs and ahead"),
         (edited("search list  ", ""), "line 2 must give"),
         (edited("operators 3", "operators 4"), "'forward' announces 4 operators and lists 3"),
         (edited("operators 3", "operators three"), "line 4"),
         (edited("phase forward", "phase sideways"), "line 4: phase 'sideways' is not one of"),
         (edited(LAST, LAST.replace("backward", "forward")), "phase 'forward' comes twice"),
-        (to_text(*example()).partition(LAST)[0], "phase 'backward' is missing"),
+        (example_text().partition(LAST)[0], "phase 'backward' is missing"),
         (edited("\nphase forward", "\n  a\nphase forward"), "line 4 comes before any phase"),
         (edited("  a ", "  a b "), "line 6 must name one operator"),
         (edited("| b", "| b | c"), "line 7 must name one operator"),
+        (edited("ahead 0", "ahead some"), "line 2 must give"),
+        (edited("  a ", "  -- barrier --\n  a "), "line 6: a barrier before any operator"),
     ],
 )
 def test_a_malformed_plan_is_refused(text: str, message: str) -> None:
@@ -140,12 +152,28 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             read(path)
 
 
-def test_the_time_of_a_step() -> None:
-    """F1, then M - 1 pairs, then BM."""
-    times = {"forward": 10, "pair": 25, "backward": 20}
-    plan = Plan("list", "g", "c", {name: PhasePlan((), ns, 0) for name, ns in times.items()})
-    assert plan.step_ns(1) == 30
-    assert plan.step_ns(4) == 30 + 3 * 25
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ahead": 4}, "plan.txt: ahead 4 is not between 0 and the 3 operators"),
+        ({"ahead": 1}, "plan.txt, phase 'forward', operator 1: 'a' is not in the graph"),
+    ],
+)
+def test_a_plan_for_other_phases_is_refused(change: dict[str, int], message: str) -> None:
+    """`ahead` and the orders must fit each other and the graphs."""
+    plan, strands = example()
+    with pytest.raises(InputError) as caught:
+        replace(plan, **change).validate(**strands, where="plan.txt")
+    assert message in caught.value.message
+
+
+def test_a_barrier_stands_behind_an_operator_of_its_phase() -> None:
+    """The phase and the name are given."""
+    plan, strands = example()
+    pair = replace(plan.phases["pair"], barriers=("forward.a", "forward.z"))
+    wrong = replace(plan, phases=plan.phases | {"pair": pair})
+    with pytest.raises(InputError, match=r"phase 'pair': a barrier follows 'forward.z'"):
+        wrong.validate(**strands, where="plan")
 
 
 def test_the_digest_is_about_orders_only() -> None:
@@ -153,7 +181,9 @@ def test_the_digest_is_about_orders_only() -> None:
     plan, _ = example()
     slower = {name: replace(phase, predicted_ns=99) for name, phase in plan.phases.items()}
     assert replace(plan, cost_digest="other", phases=slower).digest == plan.digest
-    turned = plan.phases | {"pair": replace(plan.phases["pair"], order=("x", "y"))}
-    assert replace(plan, phases=turned).digest != plan.digest
+    for change in ({"order": ("x", "y")}, {"barriers": ("forward.a",)}):
+        turned = plan.phases | {"pair": replace(plan.phases["pair"], **change)}
+        assert replace(plan, phases=turned).digest != plan.digest
+    assert replace(plan, ahead=1).digest != plan.digest
     backwards = dict(reversed(plan.phases.items()))
     assert replace(plan, phases=backwards).digest == plan.digest

@@ -12,13 +12,23 @@ from test_ir_graph import CHAIN
 
 from interlace.errors import InputError
 from interlace.ir import store
-from interlace.ir.costs import CostTable
-from interlace.ir.graph import OpGraph
+from interlace.ir.costs import CostTable, LinkFit, PairCost, Together, cost_of
+from interlace.ir.graph import Kind, OpGraph
 from interlace.ir.timeline import Timeline
 from interlace.sim.strands import simulate
 from strategies import op_graphs, orders_of, solo_times
 
-COSTS = CostTable({"a": 5, "b": 7}, "profile", 3, "graph", "machine")
+COSTS = CostTable(
+    operators={"a": cost_of(CHAIN.by_id["a"], 5), "b": cost_of(CHAIN.by_id["b"], 7, 1)},
+    source="profile",
+    issue_ns=3,
+    pairs=(PairCost(Kind.MATMUL, Kind.ALL_GATHER, "tp", 1.07, 1.0, 0.93, 7, 5, 8),),
+    fits=(LinkFit(Kind.ALL_GATHER, "tp", 50e3, 0.5),),
+    links={"tp": "nic", "dp": "nic"},
+    lane_pairs=(Together("dp", "tp", 5, 7, 12),),
+    graph_digest="graph",
+    machine="machine",
+)
 
 
 @given(data=st.data(), graph=op_graphs(operators=(1, 10)))
@@ -28,7 +38,8 @@ def test_everything_reads_back(data: st.DataObject, graph: OpGraph) -> None:
     assert again == graph
     assert again.digest == graph.digest
     solo_ns = data.draw(solo_times(graph))
-    table = CostTable({op.key: solo_ns[op.id] for op in graph.operators}, "profile")
+    costs = {op.key: cost_of(op, solo_ns[op.id]) for op in graph.operators}
+    table = CostTable(operators=costs, source="profile")
     assert store.loads(store.dumps(table), CostTable, "text") == table
     timeline = simulate(graph, data.draw(orders_of(graph)), solo_ns)
     assert store.loads(store.dumps(timeline), Timeline, "text") == timeline
@@ -76,10 +87,16 @@ def test_a_graph_that_is_not_one_is_refused(path: str, new: Any, message: str) -
     assert message in caught.value.message
 
 
-@pytest.mark.parametrize("new", ["5", 1.5, None, [1]])
+@pytest.mark.parametrize("new", ["5", 1.5, None, [1], -1])
 def test_times_are_whole_nanoseconds(new: Any) -> None:
     with pytest.raises(InputError, match=r"costs.json .*solo_ns"):
-        store.loads(changed(COSTS, "solo_ns.a", new), CostTable, "costs.json")
+        store.loads(changed(COSTS, "operators.a.solo_ns", new), CostTable, "costs.json")
+
+
+@pytest.mark.parametrize("new", ["2", True, None, 0.9, float("nan"), float("inf")])
+def test_factors_are_numbers_from_1_up(new: Any) -> None:
+    with pytest.raises(InputError, match=r"costs.json .*compute_factor"):
+        store.loads(changed(COSTS, "pairs.0.compute_factor", new), CostTable, "costs.json")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"text"', "null"])
@@ -107,16 +124,5 @@ def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     store.save(COSTS, path)
     with pytest.raises(TypeError):
-        store.save(replace(COSTS, solo_ns={"a": {1, 2}}), path)
+        store.save(replace(COSTS, links={"tp": {1, 2}}), path)
     assert store.load(path, CostTable) == COSTS
-
-
-def test_a_cost_table_of_another_graph_is_noticed() -> None:
-    """Every operator of the graph must have a time; the table's hash covers the times."""
-    table = CostTable({"a": 1, "b": 2, "c": 3}, "profile")
-    assert table.of(CHAIN) == {"a": 1, "b": 2, "c": 3}
-    with pytest.raises(InputError, match=r"no time for 1 operators of graph 'forward'.*'c'"):
-        COSTS.of(CHAIN)
-    changes = (replace(COSTS, issue_ns=4), replace(COSTS, solo_ns={"a": 5}))
-    assert COSTS.digest not in {each.digest for each in changes}
-    assert replace(COSTS, machine="other").digest == COSTS.digest

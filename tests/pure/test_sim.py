@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interlace.ir.costs import Contention
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
 from interlace.ir.timeline import WAIT, overlaps
 from interlace.sim.strands import simulate
@@ -127,3 +128,73 @@ def test_one_strand_of_compute_alone_takes_the_sum(data: st.DataObject, g: OpGra
     free = {op.id: 0 if op.is_collective else solo_ns[op.id] for op in g.operators}
     timeline = simulate(g, data.draw(orders_of(g)), free)
     assert (timeline.length_ns, timeline.exposed_ns()) == (sum(free.values()), 0)
+
+
+def contention(
+    compute: float = 1.0, transfer: float = 1.0, links: dict[str, str] | None = None
+) -> Contention:
+    return Contention({(Kind.MATMUL, Kind.ALL_GATHER): (compute, transfer)}, links or {})
+
+
+def test_things_that_overlap_slow_down_while_they_do() -> None:
+    """gather 30 at half speed under b 20 at 1 / 1.25: b takes 25, in which 12.5 of the gather are
+    done; the other 17.5 run at full speed."""
+    g = graph(("g", "tp", ""), ("b", "compute", ""), ("c", "compute", "g"))
+    timeline = simulate(g, g.order, {"g": 30, "b": 20, "c": 4}, contention=contention(1.25, 2.0))
+    assert spans(timeline) == [
+        ("g", "all_gather", "tp", 0, 42),
+        ("b", "matmul", "compute", 0, 25),
+        ("g", "wait", "compute", 25, 42),
+        ("c", "matmul", "compute", 42, 46),
+    ]
+
+
+def test_a_transfer_that_ends_first_frees_the_operator() -> None:
+    """gather 10 ends at 10, when the operator has done 8 of 20; 12 are left."""
+    g = graph(("g", "tp", ""), ("b", "compute", ""))
+    timeline = simulate(g, g.order, {"g": 10, "b": 20}, contention=contention(1.25))
+    assert spans(timeline)[1] == ("b", "matmul", "compute", 0, 22)
+
+
+def test_lanes_of_one_link_share_its_bandwidth() -> None:
+    """x 10 and z 30 on one link: both at half speed until 20, then z alone for its other 20; on
+    links of their own they would take 10 and 30."""
+    g = graph(("x", "tp", ""), ("z", "dp", ""), ("end", "compute", "x z"))
+    times = {"x": 10, "z": 30, "end": 1}
+    shared = simulate(g, g.order, times, contention=contention(links={"tp": "nic", "dp": "nic"}))
+    assert [(s.name, s.end_ns) for s in shared.collectives] == [("x", 20), ("z", 40)]
+    apart = simulate(g, g.order, times, contention=contention(links={"tp": "nvlink", "dp": "nic"}))
+    assert [(s.name, s.end_ns) for s in apart.collectives] == [("x", 10), ("z", 30)]
+
+
+def test_slow_downs_of_several_transfers_add_up() -> None:
+    """Two transfers at 1.25 each: the operator takes 1.5 times as long while both run."""
+    g = graph(("x", "tp", ""), ("z", "dp", ""), ("b", "compute", ""))
+    timeline = simulate(g, g.order, {"x": 90, "z": 90, "b": 20}, contention=contention(1.25))
+    assert spans(timeline)[-2] == ("b", "matmul", "compute", 0, 30)
+
+
+def test_a_barrier_waits_for_everything_in_flight() -> None:
+    """Behind a, although nobody needs the gather yet."""
+    g = graph(("g", "tp", ""), ("a", "compute", ""), ("b", "compute", ""))
+    timeline = simulate(g, g.order, {"g": 30, "a": 10, "b": 5}, barriers=("a",))
+    assert spans(timeline)[-2:] == [
+        ("g", "wait", "compute", 10, 30),
+        ("b", "matmul", "compute", 30, 35),
+    ]
+
+
+@given(data=st.data(), graphs=pair_graphs())
+def test_contention_never_helps(data: st.DataObject, graphs: OpGraph) -> None:
+    """Whatever the factors and the sharing, an order takes at least as long as without."""
+    order, times = data.draw(orders_of(graphs)), data.draw(solo_times(graphs))
+    slow = Contention(
+        {
+            (a, b): (data.draw(st.floats(1, 3)), data.draw(st.floats(1, 3)))
+            for a in (Kind.MATMUL, Kind.ELEMENTWISE)
+            for b in (Kind.ALL_GATHER, Kind.ALL_REDUCE)
+        },
+        data.draw(st.sampled_from(({}, {"tp": "nic", "dp": "nic"}))),
+    )
+    alone = simulate(graphs, order, times).length_ns
+    assert simulate(graphs, order, times, contention=slow).length_ns >= alone - 1

@@ -1,96 +1,158 @@
-"""Two strands against one strand and against plain eager PyTorch, over several link rates.
+"""Two strands by each search against one strand and plain eager PyTorch, over several link rates.
 
-Two ranks, one core each, tensor + sequence parallel Llama of width 1024 in float32. The three
-ways take turns step by step in one run; a step is all micro-batches, warm-up and drain of the
-pipeline of two, gradient clipping and AdamW. The first step of each way is not counted.
+Two ranks, one core each, tensor + sequence parallel Llama of width 1024 in float32. `exact` plans
+within plan.extra_memory, 3 % above one strand; the other searches know no bound. A short run
+of one strand says how long compute and communication take; from it follow the rates at which
+communication takes 0.25 to 2 times as long as compute. At each rate all ways of running take turns
+step by step in one run; a step is all micro-batches, warm-up and drain, gradient clipping and
+AdamW. The first step of each way is not counted.
 """
 
 import json
+import sys
 import tempfile
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from interlace.bench.job import train_on_link
-from interlace.bench.results import Row, environment, speedup, write_json
-from interlace.report.tables import bench_table
+from interlace.bench.results import environment, write_json
+from interlace.bench.strand_rows import Case, rows_of, summary_rows, tables
+from interlace.config import parse_rate
+from interlace.graphs.torch_private import has_inductor_schedule
+
+CALIBRATION_RATE = "500mbit"
+CALIBRATION_MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One case to measure."""
+
+    ratio: float
+    """Communication time over compute time."""
+    micro_batches: int
+    modes: tuple[str, ...]
+    memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """How much is run."""
 
-    rates: tuple[str, ...]
     layers: int
+    sequence_length: int
     steps: int
-    micro_batches: int
+    points: tuple[Point, ...]
 
 
-FULL = Size(rates=("1gbit", "500mbit", "250mbit", ""), layers=2, steps=3, micro_batches=8)
-QUICK = Size(rates=("500mbit",), layers=1, steps=3, micro_batches=4)
+_ALL = ("eager", "1", "paper", "list", "exact")
+FULL = Size(
+    layers=4,
+    sequence_length=128,
+    steps=3,
+    points=(
+        Point(ratio=0.25, micro_batches=8, modes=_ALL),
+        Point(ratio=0.5, micro_batches=8, modes=_ALL),
+        Point(ratio=1.0, micro_batches=8, modes=(*_ALL, "inductor"), memory=True),
+        Point(ratio=1.5, micro_batches=8, modes=_ALL),
+        Point(ratio=2.0, micro_batches=8, modes=_ALL),
+        Point(ratio=1.0, micro_batches=16, modes=("eager", "1", "exact")),
+    ),
+)
+QUICK = Size(
+    layers=1,
+    sequence_length=256,
+    steps=2,
+    points=(
+        Point(
+            ratio=1.0,
+            micro_batches=4,
+            modes=("eager", "1", "paper", "list", "exact"),
+            memory=True,
+        ),
+    ),
+)
 
 
 def run(*, quick: bool, json_path: Path | None) -> int:
-    """Run all rates; print the table; write JSON if asked."""
+    """Calibrate, run all cases, print the tables; write JSON if asked."""
     size = QUICK if quick else FULL
-    rows: list[Row] = []
+    cases: list[Case] = []
     links: set[str] = set()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="interlace-bench-") as folder:
-        for rate in size.rates:
-            directory = Path(folder) / (rate or "unshaped")
-            link = train_on_link("quickstart", rate, _overrides(size, directory))
+        calibration = Point(ratio=0.0, micro_batches=CALIBRATION_MICRO_BATCHES, modes=("1",))
+        _, comparison = measure(size, calibration, CALIBRATION_RATE, Path(folder) / "calibration")
+        one = comparison["modes"]["1"]
+        for number, point in enumerate(map(runnable, size.points)):
+            rate = rate_for(point.ratio, one["compute_ms"], one["communication_ms"])
+            link, comparison = measure(size, point, rate, Path(folder) / str(number))
             links.add(link.partition(" link")[0])
-            comparison = json.loads((directory / "comparison.json").read_text(encoding="utf-8"))
-            rows += rows_of(rate or "unshaped", comparison)
-    print(bench_table([asdict(row) for row in rows]))
+            cases.append(
+                Case(
+                    target=point.ratio,
+                    rate=rate,
+                    micro_batches=point.micro_batches,
+                    comparison=comparison,
+                )
+            )
+            elapsed = f"{time.monotonic() - began:.0f} s"
+            print(f"{elapsed}: {cases[-1].name} at {rate} done", file=sys.stderr)
+    print(tables(cases))
     if json_path is not None:
         where = environment(" and ".join(sorted(links)) + " link")
+        rows = [row for case in cases for row in rows_of(case)] + summary_rows(cases)
         write_json(json_path, "strands", where, rows)
         print(json_path)
     return 0
 
 
-def _overrides(size: Size, directory: Path) -> list[str]:
+def runnable(point: Point) -> Point:
+    """`point` without a way that this torch lacks, which is said."""
+    if "inductor" not in point.modes or has_inductor_schedule():
+        return point
+    print("note: without inductor, which needs torch 2.13", file=sys.stderr)
+    return replace(point, modes=tuple(mode for mode in point.modes if mode != "inductor"))
+
+
+def rate_for(ratio: float, compute_ms: float, communication_ms: float) -> str:
+    """The link rate at which communication takes `ratio` times as long as compute, given both
+    times at CALIBRATION_RATE. The time of a transfer goes with the inverse of the rate."""
+    bits_per_s = parse_rate(CALIBRATION_RATE, "CALIBRATION_RATE")
+    wanted = bits_per_s * communication_ms / (ratio * compute_ms)
+    return f"{max(1, round(wanted / 1e6))}mbit"
+
+
+def measure(size: Size, point: Point, rate: str, directory: Path) -> tuple[str, dict[str, Any]]:
+    """(how the link was made, content of comparison.json) of one training job."""
+    link = train_on_link("quickstart", rate, _overrides(size, point, directory))
+    return link, json.loads((directory / "comparison.json").read_text(encoding="utf-8"))
+
+
+def _overrides(size: Size, point: Point, directory: Path) -> list[str]:
+    planned = [mode for mode in point.modes if mode not in ("eager", "1")]
     values = {
+        "strands": "2" if planned else "1",
         "model.layers": size.layers,
         "model.width": 1024,
         "model.heads": 8,
         "model.kv_heads": 8,
         "model.ffn_width": 2816,
         "parallel.tensor": 2,
-        "data.sequence_length": 256,
+        "data.sequence_length": size.sequence_length,
         "train.micro_batch_size": 1,
-        "train.micro_batches": size.micro_batches,
+        "train.micro_batches": point.micro_batches,
         "train.steps": 1,
         "train.evaluate_batches": 1,
         "compare.steps": size.steps,
+        "compare.modes": ",".join(point.modes),
+        "compare.memory": str(point.memory).lower(),
         "output.directory": directory,
         "output.record_every": 0,
         "plan.profile_repeats": 3,
         "plan.cache": "false",
+        "plan.extra_memory_mib": 0,
     }
     return [f"--{key}={value}" for key, value in values.items()]
-
-
-def rows_of(case: str, comparison: dict[str, Any]) -> list[Row]:
-    """The rows of one link rate. Repeats pair step i of one way with step i of the other."""
-    modes = comparison["modes"]
-    two = modes["2"]["step_ms"][1:]
-    rows = [
-        speedup(case, "speedup_vs_eager", two, modes["eager"]["step_ms"][1:]),
-        speedup(case, "speedup_vs_one_strand", two, modes["1"]["step_ms"][1:]),
-        speedup(case, "cpu_time_vs_eager", modes["2"]["cpu_ms"][1:], modes["eager"]["cpu_ms"][1:]),
-    ]
-    ours, baseline = modes["2"]["hidden_fraction"], modes["eager"]["hidden_fraction"]
-    ratio = ours / baseline if baseline else None
-    rows.append(
-        Row(
-            case=case,
-            metric="hidden_fraction",
-            ours=ours,
-            baseline=baseline,
-            ratio=ratio,
-            spread=None,
-        )
-    )
-    return rows

@@ -35,6 +35,12 @@ def build_app() -> App:
         config=read_run_file,
     )
     app.command(
+        "interlace.cli.profile:profile",
+        name="profile",
+        help="Measure operators, collectives and pairs of both, for plans.",
+        config=read_run_file,
+    )
+    app.command(
         "interlace.cli.bench:bench", name="bench", help="Measure one claim; without a name, list."
     )
     lab = App(name="lab", help="Hosts with slow links, made of network namespaces.")
@@ -42,7 +48,9 @@ def build_app() -> App:
     lab.command("interlace.cli.lab:clean", name="clean", help="Remove what killed labs left.")
     app.command(lab)
     app.command(
-        "interlace.cli.report:report", name="report", help="Write the report of a finished run."
+        "interlace.cli.report:report",
+        name="report",
+        help="Write the report of a finished run or a cost file.",
     )
     return app
 

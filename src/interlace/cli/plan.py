@@ -1,6 +1,9 @@
 """`interlace plan`: find the plan of a run without training."""
 
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from interlace.cli.options import RunFile, RunOptions, Verbose
 from interlace.config import RunConfig
@@ -10,7 +13,11 @@ def plan(
     run: RunFile,
     /,
     *,
-    output: Path | None = None,
+    output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
+    cost: Path | None = None,
+    interpolate: Annotated[bool, Parameter(negative="")] = False,
+    json: Path | None = None,
+    picture: Path | None = None,
     config: RunOptions = RunConfig(),  # noqa: B008  frozen
     verbose: Verbose = False,
 ) -> int:
@@ -19,12 +26,22 @@ def plan(
     Parameters
     ----------
     run
-        A TOML run file, or the name of a preset (demo, quickstart).
+        A TOML run file, or the name of a preset (demo, quickstart, llama-70b).
     output
-        Also write the plan to this file, for plan.file of a later run.
+        Write the plan to this file instead of standard output, for plan.file of a later run.
+    cost
+        Times from this file, written by `interlace profile`, instead of computed ones.
+    interpolate
+        Estimate operators that the cost file does not have.
+    json
+        Also write the plan with all figures to this file.
+    picture
+        Also draw the plan's timeline to this .png file.
     verbose
         Show where an error came from.
     """
     from interlace.train.planning import plan_command  # noqa: PLC0415  imports torch
 
-    return plan_command(config, output)
+    return plan_command(
+        config, output, cost=cost, interpolate=interpolate, json=json, picture=picture
+    )

@@ -1,8 +1,10 @@
 """Export a traced graph as an OpGraph, the torch-free form that planners read."""
 
 import operator
+from collections.abc import Mapping
 from math import prod
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -31,18 +33,44 @@ def is_free(node: fx.Node) -> bool:
     return node.target in VIEWS or node.target is operator.getitem or is_wait(node)
 
 
-def export(strand: StrandGraph, axis_of_group: dict[str, str]) -> OpGraph:
+class Storage(NamedTuple):
+    """The memory behind a value."""
+
+    name: str
+    """The node that allocated it, or the input that it is a view of."""
+    bytes: int
+    """0 for a view of an input, which is there anyway."""
+
+
+def output_storages(strand: StrandGraph) -> dict[str, Storage]:
+    """The memory behind each output: several saved values may be views of one tensor."""
+    return {node.name: _storage(node) for node in strand.outputs}
+
+
+def _storage(node: fx.Node) -> Storage:
+    while node.target in VIEWS or is_wait(node):
+        node = node.all_input_nodes[0]
+    return Storage(node.name, 0 if node.op == "placeholder" else _bytes(node.meta.get("val")))
+
+
+def export(
+    strand: StrandGraph,
+    axis_of_group: dict[str, str],
+    storages: Mapping[str, Storage] = MappingProxyType({}),
+) -> OpGraph:
     """The OpGraph of a strand. `axis_of_group` names the mesh axis of each process group.
 
+    `storages` gives the memory behind saved values by name; those that share it are one input.
     Raises InputError for a collective on a group that belongs to no mesh axis.
     """
     behind: dict[fx.Node, tuple[frozenset[str], frozenset[str]]] = {}
     operators = []
+    inputs_of, reads_as = _graph_inputs(strand, storages)
     for node in strand.graph.nodes:
         if node.op == "output":
             continue
         if node.op == "placeholder":
-            behind[node] = (frozenset(), frozenset({node.name}))
+            behind[node] = (frozenset(), frozenset({reads_as[node.name]}))
             continue
         inputs = frozenset().union(*(behind[n][0] for n in node.all_input_nodes))
         reads = frozenset().union(*(behind[n][1] for n in node.all_input_nodes))
@@ -55,13 +83,27 @@ def export(strand: StrandGraph, axis_of_group: dict[str, str]) -> OpGraph:
     return OpGraph(
         name=strand.name,
         operators=tuple(operators),
-        inputs=tuple(
-            GraphInput(n.name, strand.bindings[n.name].role, _bytes(n.meta.get("val")))
-            for n in strand.graph.nodes
-            if n.op == "placeholder"
-        ),
+        inputs=inputs_of,
         outputs=tuple(op.id for op in operators if op.id in outputs),
     )
+
+
+def _graph_inputs(
+    strand: StrandGraph, storages: Mapping[str, Storage]
+) -> tuple[tuple[GraphInput, ...], dict[str, str]]:
+    """The inputs, and for each placeholder the input that stands for its memory."""
+    inputs: list[GraphInput] = []
+    reads_as: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for node in strand.graph.find_nodes(op="placeholder"):
+        binding, size = strand.bindings[node.name], _bytes(node.meta.get("val"))
+        reads_as[node.name] = node.name
+        if binding.role == "saved" and binding.target in storages:
+            storage = storages[binding.target]
+            reads_as[node.name] = first.setdefault(storage.name, node.name)
+            size = storage.bytes if reads_as[node.name] == node.name else 0
+        inputs.append(GraphInput(node.name, binding.role, size))
+    return tuple(inputs), reads_as
 
 
 def _operator(

@@ -5,7 +5,7 @@ Collectives start where the plan puts them, each wait stands right before the fi
 that needs the result, and every value is dropped after its last use.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.fx.graph import CodeGen
 from interlace.errors import InputError
 from interlace.graphs.collectives import CONSUMERS, ISSUE, is_collective, is_wait, wait
 from interlace.graphs.export import is_free
+from interlace.graphs.parts import Part
 from interlace.graphs.trace import VIEWS, Binding, StrandGraph
 
 
@@ -26,8 +27,8 @@ class Lowered:
     module: fx.GraphModule
     inputs: tuple[tuple[str, Binding], ...]
     """(strand, binding) of each element of the input list."""
-    outputs: tuple[str, ...]
-    """Strand of each output."""
+    outputs: tuple[tuple[str, str], ...]
+    """(strand, name of the value) of each output."""
 
 
 class _ListInputs(CodeGen):
@@ -43,57 +44,73 @@ class _ListInputs(CodeGen):
 
 
 def lower(
-    strands: Mapping[str, StrandGraph], order: Sequence[str], *, late_waits: bool = True
+    strands: Mapping[str, StrandGraph | Part],
+    order: Sequence[str],
+    *,
+    late_waits: bool = True,
+    barriers: Collection[str] = (),
 ) -> Lowered:
-    """One executable graph of the operators `order`: `name` for one strand, `strand.name` for two.
+    """One executable graph of the operators `order`: `name` for one strand, `strand.name` for more.
 
-    `late_waits=False` puts each wait right after its collective (used to measure them alone).
+    `late_waits=False` puts each wait right after its collective (used to measure them alone);
+    after each operator in `barriers` stand the waits for everything in flight.
     Raises InputError when the order is not a valid order of the graphs.
     """
-    builder = _Builder(strands, late_waits)
+    parts = {
+        name: part if isinstance(part, Part) else Part.whole(part) for name, part in strands.items()
+    }
+    builder = _Builder(parts, late_waits)
     single = next(iter(strands)) if len(strands) == 1 else ""
-    for name in order:
-        strand, _, node = (single, "", name) if single else name.partition(".")
-        builder.operator(strand, node)
+    stops = frozenset(barriers)
+    for full_name in order:
+        strand, _, name = (single, "", full_name) if single else full_name.partition(".")
+        builder.operator(strand, name)
+        if full_name in stops:
+            builder.barrier()
     return builder.finish()
 
 
 class _Builder:
-    def __init__(self, strands: Mapping[str, StrandGraph], late_waits: bool) -> None:
-        self.strands = strands
+    def __init__(self, parts: Mapping[str, Part], late_waits: bool) -> None:
+        self.parts = parts
         self.late_waits = late_waits
         self.graph = fx.Graph()
         self.graph.set_codegen(_ListInputs())
         self.root = nn.Module()
-        self.nodes = {
-            (name, node.name): node
-            for name, strand in strands.items()
-            for node in strand.graph.nodes
-        }
-        self.done: dict[fx.Node, fx.Node] = {}
-        self.inputs: list[tuple[str, Binding]] = []
-        for name, strand in strands.items():
-            for node in strand.graph.nodes:
-                if node.op == "placeholder":
-                    copy = self.graph.placeholder(f"{name}_{node.name}")
-                    self.done[node] = copy
-                    self.inputs.append((name, strand.bindings[node.name]))
+        self.done: dict[tuple[str, fx.Node], fx.Node] = {}
+        self.flying: list[tuple[str, fx.Node]] = []
+        self.inputs: dict[fx.Node, tuple[str, Binding]] = {}
+        for strand, part in parts.items():
+            for node, binding in part.inputs.items():
+                copy = self.graph.placeholder(f"{strand}_{node.name}")
+                copy.meta = {"strand": strand, "name": node.name}
+                self.done[strand, node] = copy
+                self.inputs[copy] = (strand, binding)
 
     def operator(self, strand: str, name: str) -> None:
         """Append one operator and the free nodes (views, waits) that it needs."""
-        node = self.nodes.get((strand, name))
-        if node is None or node in self.done:
+        node = self.parts[strand].operators.get(name) if strand in self.parts else None
+        if node is None or (strand, node) in self.done:
             why = "is not in the graph" if node is None else "comes twice"
             raise InputError(f"plan: operator {strand}.{name} {why}", hint="plan again")
         self._require(strand, node)
         self._append(strand, node)
-        if is_collective(node) and not self.late_waits:
+        if is_collective(node):
+            self.flying.append((strand, node))
+            if not self.late_waits:
+                self.barrier()
+
+    def barrier(self) -> None:
+        """Append the waits of all collectives of this graph that nobody has waited for."""
+        for strand, node in self.flying:
             for user in node.users:
-                self._append(strand, user)
+                if (strand, user) not in self.done:
+                    self._append(strand, user)
+        self.flying.clear()
 
     def _require(self, strand: str, node: fx.Node) -> None:
         for source in node.all_input_nodes:
-            if source in self.done:
+            if (strand, source) in self.done:
                 continue
             if not is_free(source):
                 raise InputError(
@@ -105,11 +122,11 @@ class _Builder:
 
     def _append(self, strand: str, node: fx.Node) -> None:
         def copied(source: fx.Node) -> fx.Node:
-            return self.done[source]
+            return self.done[strand, source]
 
         if node.op == "get_attr":
             name = f"{strand}_{node.target}"
-            setattr(self.root, name, getattr(self.strands[strand].module, str(node.target)))
+            setattr(self.root, name, getattr(self.parts[strand].strand.module, str(node.target)))
             copy = self.graph.get_attr(name)
         elif is_collective(node):
             issue, _ = ISSUE[node.target]  # type: ignore[index]
@@ -122,30 +139,28 @@ class _Builder:
         else:
             copy = self.graph.node_copy(node, copied)
         copy.meta = {"strand": strand, "name": node.name}
-        self.done[node] = copy
+        self.done[strand, node] = copy
 
     def finish(self) -> Lowered:
         outputs, owners = [], []
-        for name, strand in self.strands.items():
+        for strand, part in self.parts.items():
             missing = [
-                n
-                for n in strand.graph.nodes
-                if n not in self.done and n.op == "call_function" and not is_free(n)
+                name for name, node in part.operators.items() if (strand, node) not in self.done
             ]
             if missing:
                 raise InputError(
-                    f"plan: operator {name}.{missing[0].name} of the graph is missing",
+                    f"plan: operator {strand}.{missing[0]} of the graph is missing",
                     hint="plan again",
                 )
-            for node in strand.outputs:
-                if node not in self.done:
-                    self._require(name, node)
-                    self._append(name, node)
-                outputs.append(self.done[node])
-                owners.append(name)
+            for node in part.outputs:
+                if (strand, node) not in self.done:
+                    self._require(strand, node)
+                    self._append(strand, node)
+                outputs.append(self.done[strand, node])
+                owners.append((strand, node.name))
         self.graph.output(tuple(outputs))
         module = fx.GraphModule(self.root, self.graph)
-        return Lowered(module, tuple(self.inputs), tuple(owners))
+        return Lowered(module, tuple(self.inputs.values()), tuple(owners))
 
 
 def _sole_reader(collective: fx.Node) -> bool:

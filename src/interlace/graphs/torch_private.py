@@ -7,14 +7,18 @@
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
     distributed._functional_collectives.AsyncCollectiveTensor   what eager DTensor waits on
     utils._python_dispatch.TorchDispatchMode, utils._pytree.tree_leaves   seeing eager operators
+    _inductor.fx_passes.overlap_scheduling   PyTorch's overlap scheduler, a rival (2.13 only)
+    cuda.jiterator._create_jit_fn            an element-wise CUDA kernel from its source
 
 The exit stack given to the joint export must be closed before anything real runs: until then its
 fake mode is active. A DTensor input becomes two placeholders, its local tensor and its mesh.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -43,7 +47,10 @@ __all__ = [
     "Joint",
     "TorchDispatchMode",
     "capture",
+    "compile_elementwise",
     "fake_tensor_mode",
+    "has_inductor_schedule",
+    "inductor_schedule",
     "init_fake_world",
     "input_of",
     "process_group",
@@ -146,3 +153,40 @@ def fake_tensor_mode() -> Any:
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group that a traced collective names."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def has_inductor_schedule() -> bool:
+    """Whether torch has the overlap scheduler in the form that `inductor_schedule` calls."""
+    return torch.__version__ >= "2.13"
+
+
+def inductor_schedule(
+    module: fx.GraphModule, milliseconds: Callable[[fx.Node], float | None]
+) -> list[fx.Node]:
+    """Nodes of a functional graph with traced collectives, in the order that PyTorch's greedy
+    overlap scheduler gives them; changes `module`. A default process group must exist.
+
+    Its own estimates, which the given times replace, ask Triton for a GPU's bandwidth, so they are
+    not made.
+    """
+    from torch._inductor.fx_passes import overlap_scheduling as scheduling  # noqa: PLC0415 - slow
+
+    def estimate(node: fx.Node, override_bytes: int | None) -> float | None:
+        return 0.0 if override_bytes == 0 else milliseconds(node)
+
+    with mock.patch.object(scheduling, "estimate_roofline_runtime_ms", return_value=0.0):
+        found = scheduling.schedule_overlap_bucketing(
+            module,
+            collective_bucketing=False,
+            insert_overlap_deps=False,
+            custom_runtime_estimation=estimate,
+            collective_estimator="analytical",
+            compute_estimator="analytical",
+        )
+    return list(found.graph.nodes)
+
+
+def compile_elementwise(source: str) -> Callable[..., Tensor]:
+    """A function of CUDA tensors from a C++ function template of their elements. It is compiled
+    when first called, by the compiler inside torch: no CUDA toolkit is needed."""
+    return torch.cuda.jiterator._create_jit_fn(source)

@@ -1,45 +1,244 @@
-"""CostTable: how long each operator takes alone, in integer nanoseconds.
+"""CostTable: how long each operator takes alone, and how much things that overlap slow down.
 
-Operators with equal keys cost the same, so a table for a deep model is short. A table says
-where its numbers come from; a planner never mixes sources.
+Times are integer nanoseconds. Operators with equal keys cost the same, so a table for a deep model
+is short. A table says where its numbers come from; a planner never mixes sources.
 """
 
 import hashlib
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 
 from interlace.errors import InputError
-from interlace.ir.graph import OpGraph
+from interlace.ir.fits import Line, fit_line
+from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
 
 
 @dataclass(frozen=True, slots=True)
-class CostTable:
-    """Solo times by operator key."""
+class OperatorCost:
+    """One key's time alone, and what estimates of other shapes need."""
 
-    solo_ns: dict[str, int]
+    solo_ns: int
+    spread_ns: int
+    """Interquartile range of the samples; 0 where the time was computed."""
+    kind: Kind
+    target: str
+    lane: str
+    bytes: int
+    """Compute: bytes read and written. Collective: bytes of the full tensor."""
+    flops: int
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "solo_ns", "spread_ns", "bytes", "flops")
+
+    @property
+    def work(self) -> int:
+        """What the time of operators of one target grows with: flops, or bytes if more."""
+        return max(self.flops, self.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PairCost:
+    """A compute kind and a collective that run at the same time."""
+
+    compute: Kind
+    collective: Kind
+    lane: str
+    compute_factor: float
+    """How many times longer the operator takes while the transfer is under way; at least 1."""
+    transfer_factor: float
+    """How many times longer the transfer takes while the operator runs; at least 1."""
+    oef: float
+    """Overlap effectiveness (compute_ns + transfer_ns - pair_ns) / min(compute_ns, transfer_ns):
+    1 hides all of the shorter, 0 nothing, below 0 is slower than one after the other."""
+    compute_ns: int = 0
+    """Times of the two alone and together; 0 in a table that was not measured."""
+    transfer_ns: int = 0
+    pair_ns: int = 0
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "compute_ns", "transfer_ns", "pair_ns")
+        for name in ("compute_factor", "transfer_factor"):
+            if not 1.0 <= getattr(self, name) < math.inf:
+                raise InputError(f"{name} = {getattr(self, name)!r} must be a number from 1 up")
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Two things of one sort that ran at the same time: collectives on two lanes, or two compute
+    operators."""
+
+    first: str
+    second: str
+    first_ns: int
+    second_ns: int
+    pair_ns: int
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "first_ns", "second_ns", "pair_ns")
+
+    @property
+    def oef(self) -> float:
+        """Overlap effectiveness, as in `PairCost`."""
+        return overlap_effectiveness(self.first_ns, self.second_ns, self.pair_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFit:
+    """Time of a collective by its size: latency_ns + ns_per_byte * bytes of the full tensor."""
+
+    kind: Kind
+    lane: str
+    latency_ns: float
+    ns_per_byte: float
+    largest_error: float = 0.0
+    """Worst relative distance of a measured size from the line."""
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "latency_ns", "ns_per_byte", "largest_error")
+
+    def ns(self, full_bytes: int) -> int:
+        """Estimated time for a full tensor of `full_bytes`."""
+        return round(self.latency_ns + self.ns_per_byte * full_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """What a simulator needs to know about things that overlap."""
+
+    factors: Mapping[tuple[Kind, Kind], tuple[float, float]]
+    """(compute kind, collective kind) -> (compute factor, transfer factor); a pair that is
+    missing does not slow down."""
+    links: Mapping[str, str]
+    """Lane -> link. Lanes of one link share its bandwidth; others have a link of their own."""
+
+
+def _not_negative(value: object, *names: str) -> None:
+    for name in names:
+        if not 0 <= getattr(value, name) < math.inf:
+            raise InputError(f"{name} = {getattr(value, name)!r} must be a number from 0 up")
+
+
+def overlap_effectiveness(first_ns: int, second_ns: int, pair_ns: int) -> float:
+    """OEF of arXiv 2411.15871: (T_i + T_j - P_ij) / min(T_i, T_j); 0 if one takes no time."""
+    shorter = min(first_ns, second_ns)
+    return (first_ns + second_ns - pair_ns) / shorter if shorter else 0.0
+
+
+def cost_of(op: Operator, solo_ns: int, spread_ns: int = 0) -> OperatorCost:
+    """The entry of `op` in a table."""
+    moved = max(op.bytes_in, op.bytes_out) if op.is_collective else op.bytes_in + op.bytes_out
+    return OperatorCost(solo_ns, spread_ns, op.kind, op.target, op.lane, moved, op.flops)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """Times by operator key, and slow-downs by kind."""
+
+    operators: dict[str, OperatorCost]
     source: str
     """`profile` or the name of the model that gave the times."""
     issue_ns: int = 0
     """Time for which starting one collective holds the compute lane."""
+    pairs: tuple[PairCost, ...] = ()
+    fits: tuple[LinkFit, ...] = ()
+    links: dict[str, str] = field(default_factory=dict)
+    """Link of each lane that shares one; a lane not named has a link of its own."""
+    lane_pairs: tuple[Together, ...] = ()
+    """Collectives of two lanes at the same time; `first` and `second` are lanes."""
+    compute_pairs: tuple[Together, ...] = ()
+    """Compute beside compute; `first` and `second` are kinds."""
     graph_digest: str = ""
     machine: str = ""
 
-    def of(self, graph: OpGraph) -> dict[str, int]:
+    def __post_init__(self) -> None:
+        _not_negative(self, "issue_ns")
+
+    def of(self, graph: OpGraph, *, interpolate: bool = False) -> dict[str, int]:
         """Time of each operator of `graph` by its id.
 
-        Raises InputError when the table lacks an operator: it belongs to another graph.
+        Raises InputError when the table lacks an operator; with `interpolate` only when nothing
+        like it is in the table.
         """
-        missing = sorted({op.key for op in graph.operators} - set(self.solo_ns))
-        if missing:
+        missing = self._missing(graph)
+        if missing and not interpolate:
             raise InputError(
                 f"the cost table has no time for {len(missing)} operators of graph "
-                f"{graph.name!r}, the first is {missing[0]!r}",
-                hint="profile this graph on this machine again",
+                f"{graph.name!r}, the first is {min(missing)!r}",
+                hint="profile this graph on this machine again, or ask for interpolation",
             )
-        return {op.id: self.solo_ns[op.key] for op in graph.operators}
+        times = {key: cost.solo_ns for key, cost in self.operators.items()}
+        times |= {key: self._estimate(graph, op) for key, op in missing.items()}
+        return {op.id: times[op.key] for op in graph.operators}
+
+    def estimated(self, graph: OpGraph) -> tuple[str, ...]:
+        """Ids of the operators of `graph` whose key is not in the table."""
+        return tuple(op.id for op in graph.operators if op.key not in self.operators)
+
+    def require(self, graph: OpGraph) -> None:
+        """Raise InputError unless the table was made for `graph`."""
+        if self.graph_digest != graph.digest:
+            raise InputError(
+                f"the cost table was made for graph {self.graph_digest or 'of no name'}, and this "
+                f"run has graph {graph.digest}",
+                hint="profile this run, or ask for interpolation",
+            )
+
+    @property
+    def contention(self) -> Contention:
+        """Slow-downs by kinds: of several lanes the worst counts."""
+        factors: dict[tuple[Kind, Kind], tuple[float, float]] = {}
+        for pair in self.pairs:
+            kinds = (pair.compute, pair.collective)
+            compute, transfer = factors.get(kinds, (1.0, 1.0))
+            factors[kinds] = (
+                max(compute, pair.compute_factor),
+                max(transfer, pair.transfer_factor),
+            )
+        return Contention(factors, dict(self.links))
 
     @property
     def digest(self) -> str:
-        """A hash of the times; ranks that planned from the same times have the same one."""
-        text = json.dumps([self.source, self.issue_ns, sorted(self.solo_ns.items())])
+        """A hash of what plans depend on; ranks that plan from the same times have the same."""
+        factors = [(*kinds, *values) for kinds, values in sorted(self.contention.factors.items())]
+        times = {key: asdict(cost) for key, cost in self.operators.items()}
+        parts = [self.source, self.issue_ns, times, factors, self.links]
+        text = json.dumps([*parts, [asdict(fit) for fit in self.fits]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _missing(self, graph: OpGraph) -> dict[str, Operator]:
+        """Operators without an entry, one per key."""
+        return {op.key: op for op in graph.operators if op.key not in self.operators}
+
+    def _estimate(self, graph: OpGraph, op: Operator) -> int:
+        wanted = cost_of(op, 0)
+        line = self._link_line(wanted) if op.is_collective else self._compute_line(wanted)
+        if line is None:
+            where = "" if op.lane == COMPUTE_LANE else f" on lane {op.lane!r}"
+            raise InputError(
+                f"operator {op.id!r} of graph {graph.name!r} cannot be estimated: the cost table "
+                f"has no {op.kind} operator{where}",
+                hint="profile a graph that has one",
+            )
+        return round(line.at(wanted.bytes if op.is_collective else wanted.work))
+
+    def _link_line(self, wanted: OperatorCost) -> Line | None:
+        for fit in self.fits:
+            if (fit.kind, fit.lane) == (wanted.kind, wanted.lane):
+                return Line(fit.latency_ns, fit.ns_per_byte)
+        alike = [c for c in self._of_kind(wanted.kind) if c.lane == wanted.lane]
+        return fit_line([(cost.bytes, cost.solo_ns) for cost in alike])
+
+    def _compute_line(self, wanted: OperatorCost) -> Line | None:
+        """Through operators of the same target, else of the same kind.
+
+        One target's time may grow with flops while another's of its kind grows with bytes, so
+        only those that are bound by the same count of work are taken.
+        """
+        alike = [c for c in self._of_kind(wanted.kind) if bool(c.flops) == bool(wanted.flops)]
+        same = [cost for cost in alike if cost.target == wanted.target]
+        return fit_line([(cost.work, cost.solo_ns) for cost in same or alike])
+
+    def _of_kind(self, kind: Kind) -> Iterable[OperatorCost]:
+        return (cost for cost in self.operators.values() if cost.kind is kind)

@@ -1,8 +1,8 @@
 """Plan: in which order one rank issues its operators, as data that prints and reads back.
 
-A plan has one order per phase of a step: `forward` (the first micro-batch alone), `pair` (forward
-of one micro-batch with the backward of the one before) and `backward` (the last one alone).
-In `pair` the ids carry their strand: `forward.mm_3`, `backward.all_gather_1`.
+A plan has one order per phase of a step (`ir.phases`): `forward` (the first micro-batch), `pair`
+(forward of one micro-batch with the backward of the one before) and `backward` (the last one).
+Where strands meet, ids carry theirs: `forward.mm_3`, `backward.all_gather_1`.
 """
 
 import hashlib
@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from interlace.errors import InputError
-from interlace.ir.graph import COMPUTE_LANE, OpGraph
+from interlace.ir.graph import COMPUTE_LANE, OpGraph, merge
+from interlace.ir.phases import PHASES, phase_graphs
 
-PHASES = ("forward", "pair", "backward")
-_HEADER = "interlace plan 1"
+_HEADER = "interlace plan 2"
+_BARRIER = "-- barrier --"
 _COLUMN = 44
+_HEAD = re.compile(r"search (\S+)  graph (\S+)  costs (\S+)  ahead (\d+)")
+_PHASE = re.compile(r"phase (\w+)  operators (\d+)  predicted_ns (\d+)  exposed_ns (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class PhasePlan:
     predicted_ns: int
     exposed_ns: int
     """Predicted time in which the compute lane waits for a collective."""
+    barriers: tuple[str, ...] = ()
+    """Operators after which the rank waits for every collective in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +41,36 @@ class Plan:
     graph_digest: str
     cost_digest: str
     phases: dict[str, PhasePlan]
+    ahead: int = 0
+    """Operators of the forward graph that run one phase ahead (`ir.phases`)."""
 
     @property
     def digest(self) -> str:
         """A hash of the orders; all ranks must have the same one."""
-        lines = [f"{name}:{','.join(phase.order)}" for name, phase in sorted(self.phases.items())]
+        lines = [f"ahead:{self.ahead}"]
+        for name, phase in sorted(self.phases.items()):
+            lines.append(f"{name}:{','.join(phase.order)}:{','.join(phase.barriers)}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
-    def step_ns(self, micro_batches: int) -> int:
-        """Predicted time of F1, F2|B1, ..., FM|B(M-1), BM."""
-        alone = self.phases["forward"].predicted_ns + self.phases["backward"].predicted_ns
-        return alone + (micro_batches - 1) * self.phases["pair"].predicted_ns
+    def validate(self, forward: OpGraph, backward: OpGraph, where: str) -> None:
+        """Raise InputError unless every phase issues each of its operators once, after its inputs,
+        and has its barriers at operators of its own."""
+        if not 0 <= self.ahead <= len(forward.operators):
+            raise InputError(
+                f"{where}: ahead {self.ahead} is not between 0 and the "
+                f"{len(forward.operators)} operators of the forward graph",
+                hint="plan again",
+            )
+        graphs = phase_graphs(forward, backward, self.ahead)
+        for name, phase in self.phases.items():
+            check(phase.order, graphs[name], f"{where}, phase {name!r}")
+            for barrier in phase.barriers:
+                if barrier not in graphs[name].by_id:
+                    raise InputError(
+                        f"{where}, phase {name!r}: a barrier follows {barrier!r}, which is not in "
+                        f"the graph",
+                        hint="plan again",
+                    )
 
 
 def check(order: tuple[str, ...], graph: OpGraph, where: str) -> None:
@@ -72,12 +96,22 @@ def check(order: tuple[str, ...], graph: OpGraph, where: str) -> None:
         raise InputError(f"{where}: operator {lost!r} of the graph is missing from the plan")
 
 
-def to_text(plan: Plan, graphs: dict[str, OpGraph]) -> str:
+def sequential(forward: OpGraph, backward: OpGraph) -> Plan:
+    """One strand: both graphs in the order in which they were traced."""
+    phases = {g.name: PhasePlan(g.order, 0, 0) for g in (forward, backward)}
+    return Plan(
+        "sequential", merge("pair", {g.name: g for g in (forward, backward)}).digest, "-", phases
+    )
+
+
+def to_text(plan: Plan, forward: OpGraph, backward: OpGraph) -> str:
     """One line per operator in issue order, one column per lane; `from_text` reads it back."""
     lines = [
         _HEADER,
-        f"search {plan.search}  graph {plan.graph_digest}  costs {plan.cost_digest}",
+        f"search {plan.search}  graph {plan.graph_digest}  costs {plan.cost_digest}  "
+        f"ahead {plan.ahead}",
     ]
+    graphs = phase_graphs(forward, backward, plan.ahead)
     for name, phase in plan.phases.items():
         graph = graphs[name]
         lanes = graph.lanes
@@ -87,10 +121,13 @@ def to_text(plan: Plan, graphs: dict[str, OpGraph]) -> str:
             f"predicted_ns {phase.predicted_ns}  exposed_ns {phase.exposed_ns}"
         )
         lines.append("  " + " | ".join(f"{lane:<{_COLUMN}}" for lane in lanes).rstrip())
+        barriers = frozenset(phase.barriers)
         for op_id in phase.order:
             column = lanes.index(graph.by_id[op_id].lane)
             cells = [f"{op_id if i == column else '':<{_COLUMN}}" for i in range(len(lanes))]
             lines.append("  " + " | ".join(cells).rstrip())
+            if op_id in barriers:
+                lines.append(f"  {_BARRIER}")
     return "\n".join(lines) + "\n"
 
 
@@ -101,48 +138,71 @@ def from_text(text: str, where: str = "plan") -> Plan:
         raise InputError(
             f"{where}: line 1 is not {_HEADER!r}", hint="give a plan written by `interlace plan`"
         )
-    head = dict(re.findall(r"(search|graph|costs) (\S+)", lines[1] if len(lines) > 1 else ""))
-    if set(head) != {"search", "graph", "costs"}:
-        raise InputError(f"{where}: line 2 must give search, graph and costs")
-    phases: dict[str, PhasePlan] = {}
-    name, fields, order = "", {}, []
-
-    def close() -> None:
-        if name:
-            if len(order) != int(fields["operators"]):
-                raise InputError(
-                    f"{where}: phase {name!r} announces {fields['operators']} operators "
-                    f"and lists {len(order)}"
-                )
-            phases[name] = PhasePlan(
-                tuple(order), int(fields["predicted_ns"]), int(fields["exposed_ns"])
-            )
-
+    head = _HEAD.fullmatch(lines[1]) if len(lines) > 1 else None
+    if head is None:
+        raise InputError(f"{where}: line 2 must give search, graph, costs and ahead")
+    reader = _Reader(where)
     for number, line in enumerate(lines[2:], 3):
-        found = re.fullmatch(
-            r"phase (\w+)  operators (\d+)  predicted_ns (\d+)  exposed_ns (\d+)", line
-        )
+        reader.line(number, line)
+    return Plan(head[1], head[2], head[3], reader.finish(), int(head[4]))
+
+
+class _Reader:
+    """Takes the lines after the head one by one."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.phases: dict[str, PhasePlan] = {}
+        self.head: re.Match[str] | None = None
+        self.order: list[str] = []
+        self.barriers: list[str] = []
+
+    def line(self, number: int, line: str) -> None:
+        found = _PHASE.fullmatch(line)
+        words = line.split()
         if found:
-            close()
-            keys = ("operators", "predicted_ns", "exposed_ns")
-            name, fields, order = found[1], dict(zip(keys, found.groups()[1:], strict=True)), []
-            if name not in PHASES or name in phases:
-                why = "comes twice" if name in phases else "is not one of " + ", ".join(PHASES)
-                raise InputError(f"{where}: line {number}: phase {name!r} {why}")
-        elif not line.strip() or line.strip().split()[0] == COMPUTE_LANE:
-            continue
-        elif not name:
-            raise InputError(f"{where}: line {number} comes before any phase: {line!r}")
+            self._start(number, found)
+        elif not words or words[0] == COMPUTE_LANE:
+            return
+        elif self.head is None:
+            raise InputError(f"{self.where}: line {number} comes before any phase: {line!r}")
+        elif line.strip() == _BARRIER:
+            if not self.order:
+                raise InputError(f"{self.where}: line {number}: a barrier before any operator")
+            self.barriers.append(self.order[-1])
         else:
             names = [cell.strip() for cell in line.split("|") if cell.strip()]
             if len(names) != 1 or not re.fullmatch(r"[\w.]+", names[0]):
-                raise InputError(f"{where}: line {number} must name one operator: {line!r}")
-            order.append(names[0])
-    close()
-    missing = [phase for phase in PHASES if phase not in phases]
-    if missing:
-        raise InputError(f"{where}: phase {missing[0]!r} is missing", hint="plan again")
-    return Plan(head["search"], head["graph"], head["costs"], phases)
+                raise InputError(f"{self.where}: line {number} must name one operator: {line!r}")
+            self.order.append(names[0])
+
+    def _start(self, number: int, found: re.Match[str]) -> None:
+        self._close()
+        name = found[1]
+        if name not in PHASES or name in self.phases:
+            why = "comes twice" if name in self.phases else "is not one of " + ", ".join(PHASES)
+            raise InputError(f"{self.where}: line {number}: phase {name!r} {why}")
+        self.head, self.order, self.barriers = found, [], []
+
+    def _close(self) -> None:
+        if self.head is None:
+            return
+        name, count, predicted, exposed = self.head.groups()
+        if len(self.order) != int(count):
+            raise InputError(
+                f"{self.where}: phase {name!r} announces {count} operators "
+                f"and lists {len(self.order)}"
+            )
+        self.phases[name] = PhasePlan(
+            tuple(self.order), int(predicted), int(exposed), tuple(self.barriers)
+        )
+
+    def finish(self) -> dict[str, PhasePlan]:
+        self._close()
+        missing = [phase for phase in PHASES if phase not in self.phases]
+        if missing:
+            raise InputError(f"{self.where}: phase {missing[0]!r} is missing", hint="plan again")
+        return self.phases
 
 
 def read(path: Path) -> Plan:

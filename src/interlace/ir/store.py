@@ -29,6 +29,7 @@ def _converter() -> Any:
     # By itself cattrs would call the type: int("5"), int(1.7), tuple("abc").
     for type_ in (int, str, bool):
         converter.register_structure_hook(type_, _exactly)
+    converter.register_structure_hook(float, _number)
     converter.register_structure_hook(StrEnum, lambda value, type_: type_(value))
     return converter
 
@@ -37,6 +38,12 @@ def _exactly(value: Any, type_: type) -> Any:
     if type(value) is not type_:
         raise TypeError(f"expected {type_.__name__}, not {value!r}")
     return value
+
+
+def _number(value: Any, _: type) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"expected a number, not {value!r}")
+    return float(value)
 
 
 def dumps(value: object) -> str:

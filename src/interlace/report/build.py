@@ -1,31 +1,38 @@
-"""`build_report`: from the folder of a run to a page, a picture and a trace."""
+"""`build_report`: from the folder of a run, or a cost file, to a page, pictures and a trace."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from interlace.errors import InputError
+from interlace.ir import store
+from interlace.ir.costs import CostTable
 from interlace.ir.timeline import Timeline
 from interlace.report import chrome, findings, html
 from interlace.report.files import write_whole
-from interlace.report.load import RunRecord, load_run
+from interlace.report.heatmap import oef_png
+from interlace.report.load import COST_FILE, RunRecord, is_cost_folder, load_run
 from interlace.report.plots import timeline_png
 from interlace.report.tables import MODE_NAMES
 from interlace.report.theme import LIGHT, Theme
 
 
-def build_report(directory: Path, output: Path | None = None) -> list[Path]:
-    """Write the report of the run in `directory`; returns the files written, the page first.
+def build_report(source: Path, output: Path | None = None) -> list[Path]:
+    """Write the report of the folder of a run, or of a cost file; returns the files written, the
+    page first.
 
-    The page is `output`, or report.html in `directory`. If steps were recorded, timeline.png and
-    trace.json.gz stand beside it (with the page's name before theirs if `output` is given).
-    Raises InputError for a folder that holds no run or damaged files, RunError if writing fails.
+    The page is `output`, or report.html in the folder, or that of the cost file with .html. If
+    steps were recorded, timeline.png and trace.json.gz stand beside it; if pairs were measured, a
+    heat map (names begin with the page's if `output` is given, or for a cost file). Raises
+    InputError for a folder that holds no run or damaged files, RunError if writing fails.
     """
     if output is not None and output.is_dir():
         raise InputError(
             f"{output} is a folder", hint=f"name a file, such as {output / 'report.html'}"
         )
-    record = load_run(directory)
-    page = output or directory / "report.html"
+    if source.is_file() or is_cost_folder(source):
+        return _cost_report(source if source.is_file() else source / COST_FILE, output)
+    record = load_run(source)
+    page = output or source / "report.html"
     prefix = f"{output.stem}-" if output else ""
     picture = page.with_name(prefix + "timeline.png")
     trace = page.with_name(prefix + "trace.json.gz")
@@ -43,6 +50,21 @@ def build_report(directory: Path, output: Path | None = None) -> list[Path]:
         write_whole(picture, draw(LIGHT))
         write_whole(trace, chrome.trace_gz(record.timelines))
         written += [picture, trace]
+    if record.costs and record.costs.pairs:
+        heat_map = page.with_name(prefix + "oef.png")
+        write_whole(heat_map, oef_png(record.costs))
+        written.append(heat_map)
+    return written
+
+
+def _cost_report(path: Path, output: Path | None) -> list[Path]:
+    table = store.load(path, CostTable)
+    page = output or path.with_suffix(".html")
+    written = [page]
+    write_whole(page, html.render_costs(table, path.name).encode())
+    if table.pairs:
+        written.append(page.with_name(f"{page.stem}-oef.png"))
+        write_whole(written[-1], oef_png(table))
     return written
 
 

@@ -4,10 +4,13 @@ import base64
 from collections.abc import Callable
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from interlace.ir.costs import CostTable
+from interlace.report import costs as cost_tables
 from interlace.report import findings
 from interlace.report.charts import loss_svg, step_time_svg
+from interlace.report.heatmap import oef_png
 from interlace.report.load import RunRecord
 from interlace.report.tables import (
     COLLECTIVE_HEADER,
@@ -23,19 +26,11 @@ Table = dict[str, Any]
 
 def render(record: RunRecord, *, draw_timeline: Callable[[Theme], bytes], trace_name: str) -> str:
     """The page of a run. `draw_timeline` gives the PNG for a theme; called only if recorded."""
-    loader = PackageLoader("interlace.report", "templates")
-    environment = Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     timelines = record.first_ranks()
     comparison = record.comparison
     plan, plan_lines_left = findings.plan_excerpt(record.plan)
     train, held_out = findings.points(record, "step"), findings.points(record, "evaluate")
-    return environment.get_template("report.html.jinja").render(
+    return _template("report.html.jinja").render(
         themes={"light": LIGHT, "dark": DARK},
         directory=record.directory.resolve().name,
         headline=findings.headline(record),
@@ -59,9 +54,49 @@ def render(record: RunRecord, *, draw_timeline: Callable[[Theme], bytes], trace_
         truncated=bool(record.of("truncated")),
         plan=plan if record.plan else None,
         plan_lines_left=plan_lines_left,
+        costs=_costs(record.costs) if record.costs else None,
         environment=findings.flat(record.environment),
         config=findings.flat(record.config),
     )
+
+
+def render_costs(table: CostTable, name: str) -> str:
+    """The page of a cost file alone."""
+    return _template("costs.html.jinja").render(
+        themes={"light": LIGHT, "dark": DARK},
+        name=name,
+        source=table.source,
+        graph=table.graph_digest,
+        machine=table.machine,
+        headline=cost_tables.headline(table),
+        costs=_costs(table),
+    )
+
+
+def _template(name: str) -> Template:
+    environment = Environment(
+        loader=PackageLoader("interlace.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def _costs(table: CostTable) -> dict[str, Any]:
+    """The tables of a cost file, and its heat map if anything was measured together."""
+    pairs = [cost_tables.oef_rows(table, factors=factors) for factors in (False, True)]
+    return {
+        "heat_map": _themed(lambda theme: oef_png(table, theme=theme), "png")
+        if table.pairs
+        else None,
+        "oef": _table(*pairs[0], 1) if table.pairs else None,
+        "factors": _table(*pairs[1], 1) if table.pairs else None,
+        "fits": _table(cost_tables.FIT_HEADER, cost_tables.fit_rows(table), 2),
+        "together": _table(cost_tables.TOGETHER_HEADER, cost_tables.together_rows(table), 1),
+        "operators": _table(cost_tables.OPERATOR_HEADER, cost_tables.operator_rows(table), 3),
+    }
 
 
 def _mode(mode: str, timeline: Any) -> dict[str, Any]:

@@ -11,10 +11,12 @@ from typing import Any
 
 from interlace.errors import InputError
 from interlace.ir import store
+from interlace.ir.costs import CostTable
 from interlace.ir.timeline import Timeline
 from interlace.report.tables import ordered_modes
 from interlace.train.metrics import read_metrics
 
+COST_FILE = "cost.json"
 _MARKERS = ("run.toml", "metrics.jsonl", "comparison.json")
 _DAMAGED = "the file was changed or damaged after the run; repeat the run, or remove the file"
 
@@ -29,6 +31,7 @@ class RunRecord:
     events: list[dict[str, Any]]
     comparison: dict[str, Any] | None
     plan: str
+    costs: CostTable | None
     timelines: dict[str, dict[int, Timeline]]
     """By mode, then by rank, in the order of reading: eager, one strand, two strands."""
 
@@ -44,6 +47,12 @@ class RunRecord:
     def first_ranks(self) -> dict[str, Timeline]:
         """By mode, the timeline of the lowest rank that was recorded."""
         return {mode: by_rank[min(by_rank)] for mode, by_rank in self.timelines.items()}
+
+
+def is_cost_folder(directory: Path) -> bool:
+    """Whether a folder holds a cost file and no run."""
+    is_run = any((directory / name).is_file() for name in _MARKERS)
+    return (directory / COST_FILE).is_file() and not is_run
 
 
 def load_run(directory: Path) -> RunRecord:
@@ -62,6 +71,7 @@ def load_run(directory: Path) -> RunRecord:
     for event in events:
         _check_numbers(event, metrics)
     comparison = directory / "comparison.json"
+    costs = directory / COST_FILE
     return RunRecord(
         directory=directory,
         config=_toml(directory / "run.toml"),
@@ -69,6 +79,7 @@ def load_run(directory: Path) -> RunRecord:
         events=events,
         comparison=_checked_comparison(comparison) if comparison.exists() else None,
         plan=_text(directory / "plan.txt"),
+        costs=store.load(costs, CostTable) if costs.exists() else None,
         timelines=_timelines(directory / "timelines"),
     )
 

@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
 from interlace.graphs.lower import Lowered, lower
+from interlace.graphs.parts import CARRIED, Part, split
 from interlace.graphs.trace import ChunkGraphs, StrandGraph
 from interlace.ir.graph import OpGraph
-from interlace.ir.plan import PHASES
+from interlace.ir.phases import BACKWARD, FORWARD, LAST, NEXT, without_head
+from interlace.ir.plan import Plan
 from interlace.runtime.recorder import Recorder
 
 Batch = tuple[Tensor, Tensor]
@@ -28,6 +30,29 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def lower_plan(chunk: ChunkGraphs, backward: StrandGraph, plan: Plan) -> dict[str, Lowered]:
+    """The executable graph of each phase of `plan`; those of one strand if it has no `pair`."""
+    forward: StrandGraph | Part = chunk.forward
+    parts: dict[str, dict[str, StrandGraph | Part]] = {
+        FORWARD: {FORWARD: chunk.forward},
+        BACKWARD: {BACKWARD: backward},
+    }
+    if "pair" in plan.phases:
+        head: dict[str, StrandGraph | Part] = {}
+        if plan.ahead:
+            head[NEXT], forward = split(chunk.forward, plan.ahead)
+        parts[FORWARD] |= head
+        parts["pair"] = {FORWARD: forward, **head, BACKWARD: backward}
+    lowered = {
+        name: lower(parts[name], phase.order, barriers=phase.barriers)
+        for name, phase in plan.phases.items()
+    }
+    if plan.ahead:
+        rest = without_head(plan.phases["pair"].order)
+        lowered[LAST] = lower({FORWARD: forward, BACKWARD: backward}, rest)
+    return lowered
+
+
 class StrandExecutor:
     """Runs the micro-batches of a step through a traced chunk and accumulates gradients."""
 
@@ -36,25 +61,15 @@ class StrandExecutor:
         module: nn.Module,
         chunk: ChunkGraphs,
         backward: StrandGraph,
-        orders: Mapping[str, Sequence[str]],
+        plan: Plan,
         op_graphs: Mapping[str, OpGraph],
         gradients: Mapping[str, Tensor],
     ) -> None:
-        """`orders` has `forward` and `backward`, and `pair` to interleave two strands.
+        """`plan` has been validated; with a `pair` phase it interleaves two strands.
 
         `gradients` are the persistent local buffers, by parameter name, that `backward` adds to.
         """
-        strands = {"forward": chunk.forward, "backward": backward}
-        parts = {
-            "forward": ("forward",),
-            "pair": ("forward", "backward"),
-            "backward": ("backward",),
-        }
-        self.lowered: dict[str, Lowered] = {
-            phase: lower({name: strands[name] for name in parts[phase]}, orders[phase])
-            for phase in PHASES
-            if phase in orders
-        }
+        self.lowered = lower_plan(chunk, backward, plan)
         self.op_graphs = op_graphs
         self._saved = chunk.saved
         self._constants: dict[tuple[str, str], Any] = {
@@ -72,48 +87,73 @@ class StrandExecutor:
 
     def step(self, batches: Sequence[Batch], recorder: Recorder | None = None) -> list[Tensor]:
         """Losses of all micro-batches; gradients of their mean are added to the buffers."""
-        if self.interleaves and len(batches) < 2:
+        count = len(batches)
+        if self.interleaves and count < 2:
             raise InputError(
-                f"two strands need at least two micro-batches per step, not {len(batches)}",
+                f"two strands need at least two micro-batches per step, not {count}",
                 hint="set train.micro_batches to 2 or more, or strands to 1",
             )
-        self._tangent.fill_(1.0 / len(batches))
-        losses: list[Tensor] = []
+        self._tangent.fill_(1.0 / count)
+        run = StepRun(self, batches, recorder)
         with torch.no_grad():
-            saved: dict[str, Tensor] = {}
-            for index, batch in enumerate(batches, 1):
-                if self.interleaves and index > 1:
-                    outputs = self._run("pair", batch, saved, index, index - 1, recorder)
+            for index in range(1, count + 1):
+                if not self.interleaves or index == 1:
+                    run.phase(FORWARD, forward=index)
                 else:
-                    outputs = self._run("forward", batch, saved, index, 0, recorder)
-                losses.append(outputs[0])
-                saved = dict(zip(self._saved, outputs[1:], strict=True))
-                del outputs
-                if not self.interleaves or index == len(batches):
-                    self._run("backward", batch, saved, 0, index, recorder)
-        return losses
+                    last = LAST if index == count and LAST in self.lowered else "pair"
+                    run.phase(last, forward=index, backward=index - 1)
+                if not self.interleaves or index == count:
+                    run.phase(BACKWARD, backward=index)
+        return run.losses
 
-    def _run(
-        self,
-        phase: str,
-        batch: Batch,
-        saved: dict[str, Tensor],
-        forward_index: int,
-        backward_index: int,
-        recorder: Recorder | None,
-    ) -> Any:
-        """Run one phase; `saved` is emptied, so that its values die at their last use."""
-        lowered = self.lowered[phase]
+    def constant(self, role: str, target: str) -> Any:
+        """A parameter, buffer or gradient sum by name, or the tangent of the loss."""
+        return self._tangent if role == "tangent" else self._constants[role, target]
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of the forward's outputs after the loss."""
+        return self._saved
+
+
+class StepRun:
+    """The values that phases of one step hand to each other."""
+
+    def __init__(
+        self, executor: StrandExecutor, batches: Sequence[Batch], recorder: Recorder | None
+    ) -> None:
+        self.executor = executor
+        self.batches = batches
+        self.recorder = recorder
+        self.losses: list[Tensor] = []
+        self.saved: dict[str, Any] = {}
+        self.carried: dict[str, Any] = {}
+
+    def phase(self, name: str, *, forward: int = 0, backward: int = 0) -> None:
+        """Run one phase; `saved` and `carried` are emptied first, so that values die at their
+        last use. `forward` and `backward` are the 1-based micro-batches of the strands."""
+        lowered = self.executor.lowered[name]
+        of = {FORWARD: forward, NEXT: forward + 1, BACKWARD: backward}
         inputs = []
         for strand, binding in lowered.inputs:
-            if binding.role == "batch" and strand == "forward":
-                inputs.append(batch[int(binding.target)])
+            if binding.role == "batch" and strand != BACKWARD:
+                inputs.append(self.batches[of[strand] - 1][int(binding.target)])
             elif binding.role == "saved":
-                inputs.append(saved.pop(binding.target))
-            elif binding.role == "tangent":
-                inputs.append(self._tangent)
+                inputs.append(self.saved.pop(binding.target))
+            elif binding.role == CARRIED:
+                inputs.append(self.carried.pop(binding.target))
             else:
-                inputs.append(self._constants[binding.role, binding.target])
-        if recorder is None:
-            return lowered.module(inputs)
-        return recorder.run(lowered, inputs, {"forward": forward_index, "backward": backward_index})
+                inputs.append(self.executor.constant(binding.role, binding.target))
+        if self.recorder is None:
+            outputs = lowered.module(inputs)
+        else:
+            outputs = self.recorder.run(lowered, inputs, of)
+        self._take(lowered, outputs)
+
+    def _take(self, lowered: Lowered, outputs: Sequence[Any]) -> None:
+        made = list(zip(lowered.outputs, outputs, strict=True))
+        finished = [value for (strand, _), value in made if strand == FORWARD]
+        if finished:
+            self.losses.append(finished[0])
+            self.saved = dict(zip(self.executor.saved, finished[1:], strict=True))
+        self.carried = {name: value for (strand, name), value in made if strand == NEXT}

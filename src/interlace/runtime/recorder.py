@@ -17,6 +17,7 @@ from torch import fx
 from interlace.graphs.collectives import ISSUE, Pending, wait
 from interlace.graphs.lower import Lowered
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
+from interlace.ir.phases import BASE_STRAND
 from interlace.ir.timeline import WAIT, Span, Timeline
 
 SETTLE_S = 1.0
@@ -108,7 +109,7 @@ class Recorder:
 
     def run(self, lowered: Lowered, inputs: list[Any], micro_batch: Mapping[str, int]) -> Any:
         """Execute `lowered` like `lowered.module(inputs)` and record it. `micro_batch` gives the
-        1-based micro-batch of each strand."""
+        1-based micro-batch of each strand; what runs ahead is recorded under its own strand."""
         values: dict[fx.Node, Any] = {}
         supplied = iter(inputs)
         last_use = _last_uses(lowered.module.graph)
@@ -131,8 +132,9 @@ class Recorder:
         if node.op == "get_attr":
             return getattr(root, str(node.target))
         args = fx.node.map_arg(node.args, values.__getitem__)
-        strand = node.meta["strand"]
-        event = _Event(node.meta["name"], strand, micro_batch.get(strand, 0), self.clock.now())
+        part = node.meta["strand"]
+        strand = BASE_STRAND.get(part, part)
+        event = _Event(node.meta["name"], strand, micro_batch.get(part, 0), self.clock.now())
         result = node.target(*args, **node.kwargs)  # type: ignore[operator]
         event.end = self.clock.now()
         event.is_wait = node.target is wait

@@ -1,43 +1,48 @@
 """Lower bounds on the length of any order: what no search can beat.
 
-1. The busiest lane, issuing included, and the longest path.
-2. For two strands: take from each a chain of collectives of which each depends on the one before,
-   with the compute that must run between them (descendants of the one, ancestors of the next), and
-   drop everything else. What is left is a two-job shop, relaxed further by letting both lanes
-   be preempted and rounding all times down to a grid. Its optimum is a shortest path in the plane
-   of both jobs' progress (Akers 1956): a step along one axis or, where the jobs do not want the
-   same lane, along the diagonal, costs one. With integer times all turns lie on the grid.
+1. The longest path.
+2. Each lane by itself: an operator can start no earlier than the longest path to it, nor before
+   the compute lane has run all that it depends on; the same holds for what follows it. The
+   best preemptive schedule of one lane with such heads and tails is Jackson's.
+3. A job by itself: its heaviest chain of dependent collectives, with the compute between them.
+4. Two jobs: take such a chain from each and drop everything else. What is left is a two-job shop,
+   relaxed further by letting both lanes be preempted and rounding all times down to a grid. Its
+   optimum is a shortest path in the plane of both jobs' progress (Akers 1956): a step along one
+   axis or, where the jobs do not want the same lane, along the diagonal, costs one. With
+   integer times all turns lie on the grid.
+5. Contention between compute and a link (`slow_bounds`).
+
+Lanes that share a link count as one: however they share it, it does no more work than one lane.
 """
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from interlace.ir.graph import COMPUTE_LANE, OpGraph
-from interlace.search.chains import strand_of
+from interlace.ir.graph import COMPUTE_LANE, Operator, OpGraph
+from interlace.search.chains import jobs
 from interlace.search.problem import Problem
+from interlace.search.slow_bounds import contention_bound_ns
 
 GRID = 3000
 """Steps along each job: the bound loses at most one step per task, some tenths of a per cent."""
 
+Task = tuple[str, int]
+"""(link or compute lane, ns)."""
+
 
 def lower_bound_ns(problem: Problem) -> int:
     """The best bound known here."""
-    bounds = [_lanes_ns(problem), max(longest_paths(problem.graph, problem.solo_ns).values())]
-    strands = sorted({strand_of(op.id) for op in problem.graph.operators})
-    if len(strands) == 2:
-        first, second = (_chain(problem, strand) for strand in strands)
-        bounds.append(_two_jobs_ns(first, second, problem.graph.lanes))
-    return max(bounds)
-
-
-def _lanes_ns(problem: Problem) -> int:
-    busy: dict[str, int] = {}
-    for op in problem.graph.operators:
-        busy[op.lane] = busy.get(op.lane, 0) + problem.solo_ns[op.id]
-    issuing = problem.issue_ns * len(problem.graph.collectives)
-    busy[COMPUTE_LANE] = busy.get(COMPUTE_LANE, 0) + issuing
-    return max(busy.values())
+    reach = _Reach(problem)
+    found = [reach.chain(job) for job in jobs(problem.graph).values()]
+    chains = sorted(filter(None, found), key=lambda chain: -sum(ns for _, ns in chain))
+    bounds = [*reach.lane_bounds_ns(), contention_bound_ns(problem)]
+    if len(chains) > 1:
+        bounds.append(_two_jobs_ns(chains[0], chains[1]))
+    elif chains:
+        bounds.append(sum(ns for _, ns in chains[0]))
+    return max(bounds, default=0)
 
 
 def longest_paths(graph: OpGraph, solo_ns: Mapping[str, int]) -> dict[str, int]:
@@ -51,78 +56,141 @@ def longest_paths(graph: OpGraph, solo_ns: Mapping[str, int]) -> dict[str, int]:
     return longest
 
 
-def _chain(problem: Problem, strand: str) -> list[tuple[str, int]]:
-    """[(lane, ns), ...]: tasks of one strand that can only run one after the other."""
-    graph = problem.graph
-    mine = [op for op in graph.operators if strand_of(op.id) == strand]
-    collectives = [op.id for op in mine if op.is_collective]
-    if not collectives:
-        return []
-    before = _reach({op.id: op.inputs for op in mine})
-    chain = _heaviest_chain(collectives, before, problem.solo_ns)
-    tasks: list[tuple[str, int]] = []
-    for index, name in enumerate(chain):
-        previous = chain[index - 1] if index else ""
-        between = [
-            op
-            for op in mine
-            if op.lane == COMPUTE_LANE
-            and op.id in before[name]
-            and (not previous or previous in before[op.id])
-        ]
-        compute = sum(problem.solo_ns[op.id] for op in between)  # issuing runs beside the transfer
-        tasks += [(COMPUTE_LANE, compute), (graph.by_id[name].lane, problem.solo_ns[name])]
-    last = chain[-1]
-    after = [op for op in mine if op.lane == COMPUTE_LANE and last in before[op.id]]
-    tasks.append((COMPUTE_LANE, sum(problem.solo_ns[op.id] for op in after)))
-    return tasks
+class _Reach:
+    """Which operators come before and after each collective, and for how long they take."""
+
+    def __init__(self, problem: Problem) -> None:
+        graph = problem.graph
+        self.operators = graph.operators
+        links = problem.contention.links if problem.contention else {}
+        self.lane = [links.get(op.lane, op.lane) for op in graph.operators]
+        self.number = {op.id: i for i, op in enumerate(graph.operators)}
+        self.inputs = [[self.number[i] for i in op.inputs] for op in graph.operators]
+        self.time = np.array([problem.solo_ns[op.id] for op in graph.operators], dtype=np.int64)
+        self.issue_ns = problem.issue_ns
+        self.collectives = [i for i, op in enumerate(graph.operators) if op.is_collective]
+        self.column = {i: k for k, i in enumerate(self.collectives)}
+        count, width = len(graph.operators), len(self.collectives)
+        self.before = np.zeros((count, width), dtype=bool)
+        """[i, k]: operator i depends on the k-th collective."""
+        self.after = np.zeros((count, width), dtype=bool)
+        """[i, k]: the k-th collective depends on operator i."""
+        self._walk()
+        computes = np.array([op.lane == COMPUTE_LANE for op in graph.operators], dtype=bool)
+        self.on_compute = np.where(computes, self.time, problem.issue_ns)
+        """Time for which each operator holds the compute lane."""
+        self.computed = np.where(computes, self.time, 0)
+
+    def _walk(self) -> None:
+        self.head = np.zeros(len(self.inputs), dtype=np.int64)
+        self.tail = np.zeros(len(self.inputs), dtype=np.int64)
+        for i, sources in enumerate(self.inputs):
+            for source in sources:
+                self.before[i] |= self.before[source]
+                if source in self.column:
+                    self.before[i, self.column[source]] = True
+                self.head[i] = max(self.head[i], self.head[source] + self.time[source])
+        for i in range(len(self.inputs) - 1, -1, -1):
+            for source in self.inputs[i]:
+                self.after[source] |= self.after[i]
+                if i in self.column:
+                    self.after[source, self.column[i]] = True
+                self.tail[source] = max(self.tail[source], self.tail[i] + self.time[i])
+
+    def lane_bounds_ns(self) -> list[int]:
+        """Jackson's bound of each lane, which is at least its work, and the longest path."""
+        heads, tails = self.head.copy(), self.tail.copy()
+        if self.collectives:
+            work_before = self.on_compute @ self.after
+            work_after = self.on_compute @ self.before
+            heads[self.collectives] = np.maximum(heads[self.collectives], work_before)
+            tails[self.collectives] = np.maximum(tails[self.collectives], work_after)
+        bounds = [int((self.head + self.time + self.tail).max(initial=0))]
+        for lane in sorted({*self.lane, COMPUTE_LANE}):
+            own = [i for i, used in enumerate(self.lane) if used == lane]
+            tasks = [(int(heads[i]), int(self.time[i]), int(tails[i])) for i in own]
+            if lane == COMPUTE_LANE:  # issuing: an operator of its own, beside the transfer
+                tasks += [(int(heads[i]), self.issue_ns, 0) for i in self.collectives]
+            bounds.append(_jackson_ns(tasks))
+        return bounds
+
+    def chain(self, job: Sequence[Operator]) -> list[Task]:
+        """Tasks of one job that can only run one after the other."""
+        own = {self.number[op.id] for op in job}
+        collectives = [i for i in self.collectives if i in own]
+        if not collectives:
+            return []
+        chain = self._heaviest_chain(collectives)
+        tasks: list[Task] = []
+        for index, i in enumerate(chain):
+            between = self.after[:, self.column[i]]
+            if index:
+                between = between & self.before[:, self.column[chain[index - 1]]]
+            # Issuing is left out: it runs beside the transfer.
+            compute = int(self.computed[between].sum())
+            tasks += [(COMPUTE_LANE, compute), (self.lane[i], int(self.time[i]))]
+        last = self.before[:, self.column[chain[-1]]]
+        return [*tasks, (COMPUTE_LANE, int(self.computed[last].sum()))]
+
+    def _heaviest_chain(self, collectives: list[int]) -> list[int]:
+        """Collectives, each depending on the one before, with the largest total time."""
+        weight: dict[int, int] = {}
+        previous: dict[int, int] = {}
+        for index, i in enumerate(collectives):  # in topological order
+            earlier = [k for k in collectives[:index] if self.before[i, self.column[k]]]
+            best = max(earlier, key=lambda k: weight[k], default=-1)
+            weight[i] = int(self.time[i]) + (weight[best] if best >= 0 else 0)
+            previous[i] = best
+        chain = [max(collectives, key=lambda i: weight[i])]
+        while previous[chain[-1]] >= 0:
+            chain.append(previous[chain[-1]])
+        return chain[::-1]
 
 
-def _heaviest_chain(
-    collectives: list[str], before: Mapping[str, frozenset[str]], solo_ns: Mapping[str, int]
-) -> list[str]:
-    """The collectives, each depending on the one before, with the largest total time."""
-    weight: dict[str, int] = {}
-    previous: dict[str, str] = {}
-    for index, name in enumerate(collectives):  # in topological order
-        earlier = [other for other in collectives[:index] if other in before[name]]
-        best = max(earlier, key=lambda other: weight[other], default="")
-        weight[name] = solo_ns[name] + (weight[best] if best else 0)
-        previous[name] = best
-    chain = [max(collectives, key=lambda name: weight[name])]
-    while previous[chain[-1]]:
-        chain.append(previous[chain[-1]])
-    return chain[::-1]
+def _jackson_ns(tasks: list[tuple[int, int, int]]) -> int:
+    """Length of the best preemptive schedule of tasks (head, time, tail) on one lane: always the
+    task with the longest tail (Jackson 1955)."""
+    tasks = sorted(tasks)
+    ready: list[tuple[int, int]] = []
+    now = length = index = 0
+    while ready or index < len(tasks):
+        if not ready:
+            now = max(now, tasks[index][0])
+        while index < len(tasks) and tasks[index][0] <= now:
+            _, time, tail = tasks[index]
+            heapq.heappush(ready, (-tail, time))
+            index += 1
+        tail, time = heapq.heappop(ready)
+        until = tasks[index][0] if index < len(tasks) else now + time
+        run = min(time, until - now)
+        now += run
+        if run < time:
+            heapq.heappush(ready, (tail, time - run))
+        else:
+            length = max(length, now - tail)
+    return length
 
 
-def _reach(inputs: Mapping[str, tuple[str, ...]]) -> dict[str, frozenset[str]]:
-    """All ancestors of each operator; keys must come in topological order."""
-    found: dict[str, frozenset[str]] = {}
-    for name, sources in inputs.items():
-        found[name] = frozenset(sources).union(*(found[source] for source in sources))
-    return found
-
-
-def _two_jobs_ns(
-    first: list[tuple[str, int]], second: list[tuple[str, int]], lanes: tuple[str, ...]
-) -> int:
+def _two_jobs_ns(first: list[Task], second: list[Task]) -> int:
     total = max(sum(ns for _, ns in first), sum(ns for _, ns in second))
-    if not first or not second or not total:
+    if not total:
         return total
     step = max(1, total // GRID)
+    lanes = sorted({lane for lane, _ in (*first, *second)})
     x, y = (_on_grid(tasks, lanes, step) for tasks in (first, second))
     columns = np.arange(len(y) + 1)
+    free = np.array([y != lane for lane in range(len(lanes))])
     cost = columns.copy()  # row 0: only the second job moves
+    far = np.iinfo(np.int64).max // 2
     for lane in x:
         reach = cost + 1
-        diagonal = np.where(y != lane, cost[:-1] + 1, np.iinfo(np.int64).max // 2)
-        reach[1:] = np.minimum(reach[1:], diagonal)
+        np.minimum(reach[1:], np.where(free[lane], cost[:-1] + 1, far), out=reach[1:])
         # A step of the second job costs one more than the cell to its left.
         cost = np.minimum.accumulate(reach - columns) + columns
-    return int(cost[-1]) * step
+    return max(total, int(cost[-1]) * step)
 
 
-def _on_grid(tasks: list[tuple[str, int]], lanes: tuple[str, ...], step: int) -> np.ndarray:
+def _on_grid(tasks: list[Task], lanes: list[str], step: int) -> np.ndarray:
     """The lane that a job wants in each step of its own time, rounded down task by task."""
     counts = [ns // step for _, ns in tasks]
     return np.repeat([lanes.index(lane) for lane, _ in tasks], counts)

@@ -1,15 +1,21 @@
-"""Split a graph into main chains, one per strand, and fillers.
+"""Split a graph into main chains, one per job, and fillers.
 
-An operator that some collective depends on is on its strand's main chain; the others (weight
+An operator that some collective depends on is on its job's main chain; the others (weight
 gradients above all) are fillers: they may run in any idle moment of the compute lane once their
-inputs are there. A chain is cut into pieces: compute operators of one strand in a row,
-closed by a collective or cut where they get long, so that the other strand may take a turn.
+inputs are there. A chain is cut into pieces: compute operators of one job in a row, closed by a
+collective or cut where they get long, so that the other job may take a turn.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from interlace.ir.graph import OpGraph
+from interlace.ir.graph import Operator, OpGraph
+from interlace.search.problem import Problem
+
+JOBS = {"next": "forward", "previous": "backward"}
+"""Strands that share the chain of another one."""
+LATER = ("next", "backward")
+"""Strands that come second in their chain: `forward` then `next`, `previous` then `backward`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +36,51 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """The main operators of one strand, in order."""
+class Filler:
+    """Operators that no collective depends on, run without a break."""
 
-    strand: str
+    operators: tuple[str, ...]
+    compute_ns: int
+    release: int
+    """Pieces of the chain that must have been issued before."""
+    needs: tuple[int, ...]
+    """Pieces whose collectives must be over before it starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One job: its main operators in order, and its fillers by release."""
+
+    job: str
     pieces: tuple[Piece, ...]
+    fillers: tuple[Filler, ...] = ()
 
 
 def strand_of(operator: str) -> str:
     """`forward` of `forward.mm_3`; empty in a graph of one strand."""
     return operator.rpartition(".")[0]
+
+
+def job_of(strand: str) -> str:
+    """The job that a strand belongs to: `forward`, `backward`, or one of its own."""
+    return JOBS.get(strand, strand)
+
+
+def jobs(graph: OpGraph) -> dict[str, list[Operator]]:
+    """The operators of each job, strand after strand, in graph order within a strand.
+
+    Strands of one job run one after the other. If all strands belong to one job, nothing else is
+    there to run beside them, and each is a job of its own.
+    """
+    strands: dict[str, list[Operator]] = {}
+    for op in graph.operators:
+        strands.setdefault(strand_of(op.id), []).append(op)
+    if len({job_of(strand) for strand in strands}) == 1:
+        return strands
+    found: dict[str, list[Operator]] = {}
+    for strand in sorted(strands, key=lambda strand: strand in LATER):  # stable
+        found.setdefault(job_of(strand), []).extend(strands[strand])
+    return found
 
 
 def main_operators(graph: OpGraph) -> set[str]:
@@ -52,70 +93,75 @@ def main_operators(graph: OpGraph) -> set[str]:
     return main
 
 
-def split(
-    graph: OpGraph, solo_ns: Mapping[str, int], *, issue_ns: int, longest_ns: int
-) -> tuple[list[Chain], tuple[str, ...]]:
-    """The chains of all strands, pieces no longer than `longest_ns` unless one operator is,
-    and the fillers in graph order."""
-    main = main_operators(graph)
-    strands: dict[str, list[str]] = {}
-    for op in graph.operators:
-        strands.setdefault(strand_of(op.id), [])
-        if op.id in main:
-            strands[strand_of(op.id)].append(op.id)
-    chains = [
-        Chain(strand, _cut(graph, operators, solo_ns, issue_ns, longest_ns))
-        for strand, operators in strands.items()
-    ]
-    return chains, tuple(op.id for op in graph.operators if op.id not in main)
+def split(problem: Problem, longest_ns: int) -> list[Chain]:
+    """The chains of all jobs; pieces and fillers no longer than `longest_ns` unless one operator
+    is."""
+    main = main_operators(problem.graph)
+    found = []
+    for job, operators in jobs(problem.graph).items():
+        groups = _cut(problem, [op for op in operators if op.id in main], longest_ns)
+        place = {op.id: index for index, group in enumerate(groups) for op in group}
+        pieces = tuple(_piece(problem, group, place) for group in groups)
+        loose = [op for op in operators if op.id not in main]
+        found.append(Chain(job, pieces, _fillers(problem, loose, place, longest_ns)))
+    return found
 
 
-def _cut(
-    graph: OpGraph,
-    operators: Sequence[str],
-    solo_ns: Mapping[str, int],
-    issue_ns: int,
-    longest_ns: int,
-) -> tuple[Piece, ...]:
-    groups: list[list[str]] = [[]]
+def _cut(problem: Problem, operators: Sequence[Operator], longest_ns: int) -> list[list[Operator]]:
+    groups: list[list[Operator]] = [[]]
     length = 0
-    for name in operators:
-        collective = graph.by_id[name].is_collective
-        cost = issue_ns if collective else solo_ns[name]
-        if groups[-1] and not collective and length + cost > longest_ns:
+    for op in operators:
+        cost = problem.issue_ns if op.is_collective else problem.solo_ns[op.id]
+        if groups[-1] and not op.is_collective and length + cost > longest_ns:
             groups.append([])
             length = 0
-        groups[-1].append(name)
+        groups[-1].append(op)
         length += cost
-        if collective:
+        if op.is_collective:
             groups.append([])
             length = 0
-    groups = [group for group in groups if group]
-    place = {name: index for index, group in enumerate(groups) for name in group}
-    return tuple(_piece(graph, group, place, solo_ns, issue_ns) for group in groups)
+    return [group for group in groups if group]
 
 
-def _piece(
-    graph: OpGraph,
-    group: Sequence[str],
-    place: Mapping[str, int],
-    solo_ns: Mapping[str, int],
-    issue_ns: int,
-) -> Piece:
-    last = graph.by_id[group[-1]]
-    own = place[group[0]]
-    needs = {
-        place[source]
-        for name in group
-        for source in graph.by_id[name].inputs
-        if graph.by_id[source].is_collective and place[source] < own
-    }
+def _piece(problem: Problem, group: Sequence[Operator], place: Mapping[str, int]) -> Piece:
+    by_id, last = problem.graph.by_id, group[-1]
+    own = place[last.id]
+    sources = {source for op in group for source in op.inputs if by_id[source].is_collective}
     computed = group[:-1] if last.is_collective else group
     return Piece(
-        operators=tuple(group),
-        compute_ns=sum(solo_ns[n] for n in computed),
-        issue_ns=issue_ns if last.is_collective else 0,
+        operators=tuple(op.id for op in group),
+        compute_ns=sum(problem.solo_ns[op.id] for op in computed),
+        issue_ns=problem.issue_ns if last.is_collective else 0,
         lane=last.lane if last.is_collective else "",
-        transfer_ns=solo_ns[last.id] if last.is_collective else 0,
-        needs=tuple(sorted(needs)),
+        transfer_ns=problem.solo_ns[last.id] if last.is_collective else 0,
+        needs=tuple(sorted({place[source] for source in sources if place[source] < own})),
     )
+
+
+def _fillers(
+    problem: Problem, loose: Sequence[Operator], place: Mapping[str, int], longest_ns: int
+) -> tuple[Filler, ...]:
+    by_id = problem.graph.by_id
+    release: dict[str, int] = {}
+    keys: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for op in loose:
+        after = [release[i] if i in release else place[i] + 1 for i in op.inputs]
+        release[op.id] = max(after, default=0)
+        needs = {place[i] for i in op.inputs if by_id[i].is_collective}
+        keys[op.id] = (release[op.id], tuple(sorted(needs)))
+    found: list[Filler] = []
+    for op in sorted(loose, key=lambda op: release[op.id]):  # stable
+        after_pieces, needs = keys[op.id]
+        time = problem.solo_ns[op.id]
+        last = found[-1] if found else None
+        if (
+            last
+            and last.release == after_pieces
+            and set(needs) <= set(last.needs)
+            and last.compute_ns + time <= longest_ns
+        ):
+            joined = (*last.operators, op.id)
+            found[-1] = Filler(joined, last.compute_ns + time, after_pieces, last.needs)
+        else:
+            found.append(Filler((op.id,), time, after_pieces, needs))
+    return tuple(found)

@@ -1,86 +1,155 @@
-"""Barrier-free search: best merge of the strands' main chains, fillers, then polish.
+"""Barrier-free search: best merge of the strands' main chains and fillers, then polish.
 
     1. split    each strand into a main chain and fillers (`chains`)
-    2. merge    the chains by dynamic programming over their progress (`merge_chains`)
-    3. fill     idle moments with weight gradients and other loose ends (`fill`)
-    4. polish   the best few orders by moving single operators (`polish`)
+    2. merge    both by dynamic programming over the chains' progress (`merge_chains`)
+    3. polish   the best order by moving operators (`polish`)
 
-Small problems are solved to proven optimality instead (`optimal`). Larger ones come with the
-certified lower bound of `bounds`, so the gap to the optimum is known.
+List schedules and the published pairing compete, so the result is never longer than theirs. Small
+problems are solved to proven optimality instead (`optimal`). Larger ones come with the certified
+lower bound of `bounds`, so the gap to the optimum is known.
+
+A last round of moves lowers the peak as far as the order gets no longer. If it is then above the
+memory bound, merges in which one strand waits for the other compete with the order of the lowest
+peak, and polishing first brings an order below the bound.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from interlace.search.bounds import lower_bound_ns
 from interlace.search.chains import split
-from interlace.search.fill import insert_fillers
-from interlace.search.list_scheduling import list_schedule
-from interlace.search.memory import peak_bytes
+from interlace.search.evaluator import Evaluator
+from interlace.search.job_memory import Room
+from interlace.search.list_scheduling import list_orders
+from interlace.search.memory import Liveness, peak_of
 from interlace.search.merge_chains import merge_chains
 from interlace.search.optimal import order_optimal
-from interlace.search.polish import Evaluator, polish
+from interlace.search.paper import order_paper
+from interlace.search.polish import lower_peak, polish
 from interlace.search.problem import Problem
+from interlace.search.tight import lowest
 
-CUTS = (0.12, 0.25, 0.5)
-"""Longest piece, as a share of the longest collective: how often strands may take turns."""
-OVERSHOOTS = (0.0, 0.35, 0.8)
-WIDTH = 4
-MANY_PIECES = 200
-"""Chains longer than this are merged within a band, since the grid grows with their product."""
-BAND = 0.12
+CUTS = ((0.25, 32), (0.5, 32), (1.0, 32))
+"""(longest piece as a share of the longest collective, states kept): how often strands may take
+turns."""
+QUICK = (0.5, 16)
+MANY = 1000
+"""Problems with more operators are merged once, with the second cut, and where memory is tight
+the best merge within the bound is taken as it is."""
+STATES = 4000
+"""Still larger ones are merged with fewer states kept, down in proportion."""
+REACH = 8
+"""Pieces by which one chain may be ahead of the other's share of work, about one layer."""
 EVALUATIONS = 3_000_000
-"""Polishing budget in operator evaluations, about a second of one core."""
+"""Polishing budget in operators simulated, about a second of one core."""
+PER_OPERATOR = 1_200
+"""Budget of a small problem, for each of its operators."""
+SLACKS = (1.01, 1.02, 1.04, 1.08)
+"""How much longer than the shortest an order may get to need less memory."""
+PEAK_SHARE = 0.25
+"""Part of the budget that is spent on a lower peak."""
 
 
 def order_exact(problem: Problem) -> tuple[str, ...]:
-    """The shortest order found that respects the memory bound, if any candidate does."""
-    evaluator = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
-    listed = list_schedule(problem.graph, problem.solo_ns, issue_ns=problem.issue_ns)
-    candidates = [*_candidates(problem), listed.order, problem.graph.order]
-    allowed = [order for order in candidates if _fits(problem, order)] or candidates[-1:]
-
-    def length(order: Sequence[str]) -> int:
-        return evaluator.length([evaluator.number[name] for name in order])[0]
-
-    best = min(allowed, key=length)
-    if not problem.memory_bytes:
-        proven = order_optimal(problem, best)
-        if proven is not None:
-            return proven
-    polished = polish(
-        problem.graph,
-        best,
-        problem.solo_ns,
-        issue_ns=problem.issue_ns,
-        evaluations=EVALUATIONS // max(1, len(best)),
-    )
-    return polished if _fits(problem, polished) else best
+    """The shortest order found that respects the memory bound; if there is none, the one with the
+    lowest peak."""
+    return _Search(problem).run()
 
 
-def _fits(problem: Problem, order: Sequence[str]) -> bool:
-    return not problem.memory_bytes or peak_bytes(problem.graph, order) <= problem.memory_bytes
+def order_quick(problem: Problem) -> tuple[str, ...] | None:
+    """A good order, found some ten times faster, by a narrower merge alone; None if that finds
+    none within the memory bound."""
+    world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
+    values = Liveness(problem.graph)
+    bound = problem.memory_bytes
+    candidates = _merged(problem, world, *QUICK, values if bound else None)
+    candidates.append(list(range(len(world.names))))
+    fitting = [o for o in candidates if not bound or peak_of(values, o) <= bound]
+    return world.order(min(fitting, key=lambda o: world.length(o)[0])) if fitting else None
 
 
-def _candidates(problem: Problem) -> list[tuple[str, ...]]:
-    graph = problem.graph
-    longest = max((problem.solo_ns[op.id] for op in graph.collectives), default=0)
-    if not longest:
+def _merged(
+    problem: Problem, world: Evaluator, cut: float, width: int, values: Liveness | None = None
+) -> list[list[int]]:
+    """The merge of two chains, within the memory bound if `values` are given; nothing if none is
+    found, if there are more chains, or if nothing is communicated."""
+    longest = max((problem.solo_ns[op.id] for op in problem.graph.collectives), default=0)
+    chains = split(problem, int(cut * longest))
+    if not longest or len(chains) > 2:
         return []
-    found = []
-    for cut in CUTS:
-        chains, fillers = split(
-            graph, problem.solo_ns, issue_ns=problem.issue_ns, longest_ns=int(cut * longest)
-        )
-        if len(chains) > 2:
-            return []
-        pieces = max(len(chain.pieces) for chain in chains)
-        band = BAND if pieces > MANY_PIECES else 1.0
-        main, _ = merge_chains(chains, graph.lanes[1:], width=WIDTH, band=band)
-        found += [
-            insert_fillers(
-                graph, main, fillers, problem.solo_ns, issue_ns=problem.issue_ns, overshoot=share
-            )
-            for share in OVERSHOOTS
+    lanes = problem.graph.lanes[1:]
+    room = Room.within(problem.memory_bytes, chains, values) if values else None
+    merged = merge_chains(chains, lanes, width=width, reach=REACH, room=room)
+    return [world.numbers(merged[0])] if merged else []
+
+
+class _Search:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.bound = problem.memory_bytes
+        self.world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
+        self.values = Liveness(problem.graph)
+        self.few = len(self.world.names) <= MANY
+        self.least = lower_bound_ns(problem)
+        self.budget = min(EVALUATIONS, PER_OPERATOR * len(self.world.names))
+
+    def run(self) -> tuple[str, ...]:
+        best = self._best_candidate()
+        if self.few or self._fits(best):
+            best = self._improved(best, bound=0)
+        if not self._fits(best):
+            found = [order for order in self._tight(best) if self._fits(order)]
+            if found:
+                best = self._improved(min(found, key=self._length), bound=self.bound)
+            else:
+                best = lowest(self.problem, self.world, self.values)
+        return self.world.order(best)
+
+    def _length(self, order: Sequence[int]) -> int:
+        return self.world.length(order)[0]
+
+    def _fits(self, order: Sequence[int]) -> bool:
+        return not self.bound or peak_of(self.values, order) <= self.bound
+
+    def _best_candidate(self) -> list[int]:
+        pairing = self.world.numbers(order_paper(self.problem).order)
+        found = [pairing, *list_orders(self.problem, self.world)]
+        if min(map(self._length, found)) > self.least:
+            found += self._merges()
+        return min(found, key=self._length)
+
+    def _tight(self, order: list[int]) -> Iterator[list[int]]:
+        """Merges within the bound; `order` brought below it, a little longer or as long as it
+        takes; and the order of the lowest peak."""
+        merged = self._merges(self.values)
+        yield from merged
+        if self.few:
+            for slack in SLACKS:
+                yield self._lowered(order, int(slack * self._length(order)))
+        if self.few or not merged:
+            yield self._polished(order, self.bound)
+            yield lowest(self.problem, self.world, self.values)
+
+    def _lowered(self, order: list[int], longest_ns: int) -> list[int]:
+        spare = int(PEAK_SHARE * self.budget)
+        return lower_peak(self.world, order, self.values, evaluations=spare, longest_ns=longest_ns)
+
+    def _merges(self, values: Liveness | None = None) -> list[list[int]]:
+        cuts = CUTS if self.few else CUTS[1:2]
+        share = min(1.0, STATES / len(self.world.names))
+        return [
+            order
+            for cut, width in cuts
+            for order in _merged(self.problem, self.world, cut, int(share * width), values)
         ]
-        if pieces > MANY_PIECES:
-            break
-    return found
+
+    def _polished(self, order: list[int], bound: int) -> list[int]:
+        values = self.values if bound else None
+        return polish(self.world, order, evaluations=self.budget, values=values, bound=bound)
+
+    def _improved(self, order: list[int], bound: int) -> list[int]:
+        """An order that fits, made shorter if that is possible, then with a lower peak."""
+        values = self.values if bound else None
+        if self._length(order) > self.least:
+            proven = order_optimal(self.world, order, values=values, bound=bound)
+            order = proven if proven is not None else self._polished(order, bound)
+        return self._lowered(order, self._length(order))

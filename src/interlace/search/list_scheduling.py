@@ -12,14 +12,32 @@ the result is never predicted to be slower than running the strands one after th
 """
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from interlace.ir.graph import OpGraph
 from interlace.ir.plan import PhasePlan
 from interlace.search.bounds import longest_paths
+from interlace.search.chains import job_of, strand_of
+from interlace.search.evaluator import Evaluator
+from interlace.search.problem import Problem
 from interlace.sim.strands import simulate
 
 SCALES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+FORWARD = "forward"
+
+
+def order_list(problem: Problem) -> tuple[str, ...]:
+    """The shortest list schedule, forward strands scaled if there are others."""
+    world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
+    found = list_orders(problem, world)
+    return world.order(min(found, key=lambda order: world.length(order)[0]))
+
+
+def list_orders(problem: Problem, world: Evaluator) -> list[list[int]]:
+    """The sequential order and one list schedule for each scale."""
+    strands = [strand_of(op.id) for op in problem.graph.operators]
+    scaled = FORWARD if FORWARD in strands else ""
+    return [list(range(len(world.names))), *_schedules(world, strands, scaled)]
 
 
 def list_schedule(
@@ -27,65 +45,55 @@ def list_schedule(
 ) -> PhasePlan:
     """The best order found for `graph`. With `scaled_strand` (`forward`) its priorities are tried
     at several scales against those of the other strand."""
-    paths = longest_paths(graph, solo_ns)
-    candidates = [graph.order]
-    for scale in SCALES if scaled_strand else (1.0,):
-        priority = {
-            name: path * scale if name.startswith(f"{scaled_strand}.") else float(path)
-            for name, path in paths.items()
-        }
-        candidates.append(_schedule(graph, solo_ns, priority, issue_ns))
-    timelines = [simulate(graph, order, solo_ns, issue_ns=issue_ns) for order in candidates]
-    best = min(range(len(candidates)), key=lambda i: (timelines[i].length_ns, i))
-    return PhasePlan(
-        tuple(candidates[best]), timelines[best].length_ns, timelines[best].exposed_ns()
-    )
+    world = Evaluator(graph, solo_ns, issue_ns)
+    strands = [strand_of(op.id) for op in graph.operators]
+    found = [list(range(len(world.names))), *_schedules(world, strands, scaled_strand)]
+    order = world.order(min(found, key=lambda order: world.length(order)[0]))
+    timeline = simulate(graph, order, solo_ns, issue_ns=issue_ns)
+    return PhasePlan(order, timeline.length_ns, timeline.exposed_ns())
 
 
-def _schedule(
-    graph: OpGraph, solo_ns: Mapping[str, int], priority: Mapping[str, float], issue_ns: int
-) -> tuple[str, ...]:
-    position = {op.id: i for i, op in enumerate(graph.operators)}
-    users: dict[str, list[str]] = {op.id: [] for op in graph.operators}
-    missing = {op.id: len(op.inputs) for op in graph.operators}
-    for op in graph.operators:
-        for source in op.inputs:
-            users[source].append(op.id)
+def _schedules(world: Evaluator, strands: Sequence[str], scaled: str) -> list[list[int]]:
+    by_name = longest_paths(world.graph, dict(zip(world.names, world.time, strict=True)))
+    paths = [by_name[name] for name in world.names]
+    faster = [bool(scaled) and job_of(strand) == scaled for strand in strands]
+    scales = SCALES if any(faster) and not all(faster) else (1.0,)
+    found = []
+    for scale in scales:
+        factors = [scale if f else 1.0 for f in faster]
+        found.append(_schedule(world, [-path * f for path, f in zip(paths, factors, strict=True)]))
+    return found
 
+
+def _schedule(world: Evaluator, rank: Sequence[float]) -> list[int]:
+    """One list schedule; of the operators that are ready the one of lowest rank runs."""
+    missing = [len(sources) for sources in world.inputs]
     now = 0
-    finish: dict[str, int] = {}
-    lane_free: dict[str, int] = {}
-    waiting: list[tuple[int, int, str]] = []  # (ready time, position, id)
-    ready: dict[bool, list[tuple[float, int, str]]] = {True: [], False: []}  # by is_collective
-    order: list[str] = []
-
-    def announce(name: str) -> None:
-        at = max((finish[source] for source in graph.by_id[name].inputs), default=0)
-        heapq.heappush(waiting, (at, position[name], name))
-
-    for op in graph.operators:
-        if not op.inputs:
-            announce(op.id)
-    while waiting or ready[True] or ready[False]:
+    finish = [0] * len(rank)
+    free = [0] * world.lanes
+    waiting = [(0, i) for i in range(len(rank)) if not missing[i]]  # (ready time, operator)
+    transfers: list[tuple[float, int]] = []
+    computes: list[tuple[float, int]] = []
+    order: list[int] = []
+    while waiting or transfers or computes:
         while waiting and waiting[0][0] <= now:
-            _, place, name = heapq.heappop(waiting)
-            heap = ready[graph.by_id[name].is_collective]
-            heapq.heappush(heap, (-priority[name], place, name))
-        heap = ready[True] or ready[False]
+            i = heapq.heappop(waiting)[1]
+            heapq.heappush(transfers if world.lane[i] else computes, (rank[i], i))
+        heap = transfers or computes
         if not heap:
             now = waiting[0][0]
             continue
-        _, _, name = heapq.heappop(heap)
-        op = graph.by_id[name]
-        if op.is_collective:
-            finish[name] = max(now, lane_free.get(op.lane, 0)) + solo_ns[name]
-            lane_free[op.lane] = finish[name]
-            now += issue_ns
+        i = heapq.heappop(heap)[1]
+        lane = world.lane[i]
+        if lane:
+            finish[i] = free[lane] = max(now, free[lane]) + world.time[i]
+            now += world.issue_ns
         else:
-            now = finish[name] = now + solo_ns[name]
-        order.append(name)
-        for user in users[name]:
+            now = finish[i] = now + world.time[i]
+        order.append(i)
+        for user in world.users[i]:
             missing[user] -= 1
             if not missing[user]:
-                announce(user)
-    return tuple(order)
+                at = max(finish[source] for source in world.inputs[user])
+                heapq.heappush(waiting, (at, user))
+    return order

@@ -5,46 +5,112 @@ drops every name after its last use. Two rules follow the runtime: what a collec
 until somebody waits for it (its work object holds it), and outputs live to the end. Saved values
 that the graph is given (role `saved`) live from the start to their last reader; parameters,
 gradient buffers and batches are there anyway and are not counted.
+
+So what is alive depends on the set of operators issued, not on their order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from interlace.ir.graph import OpGraph
 
 
+class Liveness:
+    """Values of a graph as numbers: those of operators first, then the saved ones."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        operators = graph.operators
+        number = {op.id: i for i, op in enumerate(operators)}
+        saved = [i for i in graph.inputs if i.role == "saved" and i.id not in number]
+        value = number | {given.id: len(number) + k for k, given in enumerate(saved)}
+        self.count = len(operators)
+        self.number = number
+        self.size = [op.bytes_out for op in operators] + [given.bytes for given in saved]
+        self.start = sum(given.bytes for given in saved)
+        """Bytes alive before the first operator."""
+        outputs = set(graph.outputs)
+        self.kept = [op.id in outputs for op in operators] + [i.id in outputs for i in saved]
+        self.reads = [
+            tuple(dict.fromkeys(value[n] for n in (*op.inputs, *op.reads) if n in value))
+            for op in operators
+        ]
+        self.collectives = [op.is_collective for op in operators]
+        self.waits = [
+            tuple(v for v in own if v < self.count and self.collectives[v]) for own in self.reads
+        ]
+        """Collectives that an operator waits for."""
+        self.users: list[list[int]] = [[] for _ in self.size]
+        for i, own in enumerate(self.reads):
+            for read in own:
+                self.users[read].append(i)
+        self.pending = [len(users) for users in self.users]
+        """Reads, and collectives that hold a value until somebody waits for them."""
+        for i, own in enumerate(self.reads):
+            if self.collectives[i] and self.users[i]:
+                for read in own:
+                    self.pending[read] += 1
+
+
+class Alive:
+    """Bytes alive while operators are issued one by one."""
+
+    def __init__(self, values: Liveness) -> None:
+        self.values = values
+        self.pending = values.pending.copy()
+        self.waited = [False] * values.count
+        self.bytes = values.start
+        self.peak = values.start
+
+    def copy(self) -> "Alive":
+        """Another one in the same state."""
+        twin = Alive.__new__(Alive)
+        twin.values, twin.bytes, twin.peak = self.values, self.bytes, self.peak
+        twin.pending, twin.waited = self.pending.copy(), self.waited.copy()
+        return twin
+
+    def issue(self, i: int) -> int:
+        """Issue an operator; the bytes alive while it runs."""
+        values = self.values
+        self.bytes += values.size[i]
+        during = self.bytes
+        self.peak = max(self.peak, during)
+        for collective in values.waits[i]:
+            if not self.waited[collective]:
+                self.waited[collective] = True
+                for read in values.reads[collective]:
+                    self._let_go(read)
+        for read in values.reads[i]:
+            self._let_go(read)
+        if not values.pending[i] and not values.kept[i]:
+            self.bytes -= values.size[i]
+        return during
+
+    def growth(self, i: int) -> int:
+        """By how much the bytes alive would be more after operator i."""
+        values = self.values
+        goes: dict[int, int] = dict.fromkeys(values.reads[i], 1)
+        for collective in values.waits[i]:
+            if not self.waited[collective]:
+                for read in values.reads[collective]:
+                    goes[read] = goes.get(read, 0) + 1
+        freed = [v for v, count in goes.items() if self.pending[v] == count and not values.kept[v]]
+        grown = values.size[i] if values.pending[i] or values.kept[i] else 0
+        return grown - sum(values.size[v] for v in freed)
+
+    def _let_go(self, value: int) -> None:
+        self.pending[value] -= 1
+        if not self.pending[value] and not self.values.kept[value]:
+            self.bytes -= self.values.size[value]
+
+
+def peak_of(values: Liveness, order: Iterable[int]) -> int:
+    """Largest number of bytes alive at any moment of an order of operator numbers."""
+    alive = Alive(values)
+    for i in order:
+        alive.issue(i)
+    return alive.peak
+
+
 def peak_bytes(graph: OpGraph, order: Sequence[str]) -> int:
     """Largest number of bytes alive at any moment of `order`."""
-    alive = sum(i.bytes for i in graph.inputs if i.role == "saved")
-    dies = deaths(graph, order)
-    peak = alive
-    for name in order:
-        alive += graph.by_id[name].bytes_out
-        peak = max(peak, alive)
-        alive -= dies.get(name, 0)
-    return peak
-
-
-def deaths(graph: OpGraph, order: Sequence[str]) -> Mapping[str, int]:
-    """Bytes that are freed right after each operator of `order`."""
-    place = {name: position for position, name in enumerate(order)}
-    last: dict[str, int] = {}
-    waited: dict[str, int] = {}
-    saved = {i.id: i.bytes for i in graph.inputs if i.role == "saved"}
-    for position, name in enumerate(order):
-        op = graph.by_id[name]
-        for source in (*op.inputs, *(r for r in op.reads if r in saved)):
-            last[source] = position
-            waited.setdefault(source, position)
-        last.setdefault(name, position)
-    for op in graph.collectives:
-        until = waited.get(op.id, place[op.id])
-        for source in (*op.inputs, *(r for r in op.reads if r in saved)):
-            last[source] = max(last[source], until)
-    kept = set(graph.outputs)
-    freed: dict[str, int] = {}
-    for value, position in last.items():
-        if value in kept:
-            continue
-        size = saved[value] if value in saved else graph.by_id[value].bytes_out
-        freed[order[position]] = freed.get(order[position], 0) + size
-    return freed
+    values = Liveness(graph)
+    return peak_of(values, [values.number[name] for name in order])

@@ -15,11 +15,16 @@ plans one layer and repeats it; here the recurrence runs over the whole graph.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from interlace.search.chains import strand_of
+import numpy as np
+
+from interlace.search.chains import jobs
 from interlace.search.problem import Problem
 
 CUTS = (1, 2, 4)
 """Parts into which a stretch of compute is cut; the best result is taken."""
+_NEVER = np.iinfo(np.int64).max // 4
+
+Segment = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +43,23 @@ def order_paper(problem: Problem) -> Blocks:
     return min(found, key=lambda blocks: blocks.length_ns)
 
 
-def segments(problem: Problem, parts: int) -> list[list[tuple[str, ...]]]:
-    """Per strand: stretches of compute, each in `parts` of about equal time, and collectives."""
-    strands: dict[str, list[list[str]]] = {}
-    for op in problem.graph.operators:
-        groups = strands.setdefault(strand_of(op.id), [[]])
-        if op.is_collective:
-            groups += [[op.id], []]
-        else:
-            groups[-1].append(op.id)
-    found = []
-    for groups in strands.values():
-        cut = [part for group in groups if group for part in _parts(problem, group, parts)]
-        found.append(cut)
-    return found if len(found) > 1 else [*found, []]
+def segments(problem: Problem, parts: int) -> tuple[list[Segment], list[Segment]]:
+    """Of the first job and of all others: stretches of compute, each in `parts` of about equal
+    time, and collectives."""
+    found: list[list[Segment]] = []
+    for operators in jobs(problem.graph).values():
+        groups: list[list[str]] = [[]]
+        for op in operators:
+            if op.is_collective:
+                groups += [[op.id], []]
+            else:
+                groups[-1].append(op.id)
+        found.append([part for group in groups if group for part in _parts(problem, group, parts)])
+    first, *others = found or [[]]
+    return first, [segment for other in others for segment in other]
 
 
-def _parts(problem: Problem, group: Sequence[str], parts: int) -> list[tuple[str, ...]]:
+def _parts(problem: Problem, group: Sequence[str], parts: int) -> list[Segment]:
     total = sum(problem.solo_ns[name] for name in group)
     found: list[list[str]] = [[]]
     spent = 0
@@ -66,52 +71,70 @@ def _parts(problem: Problem, group: Sequence[str], parts: int) -> list[tuple[str
     return [tuple(part) for part in found]
 
 
-def pair_segments(
-    problem: Problem, first: Sequence[tuple[str, ...]], second: Sequence[tuple[str, ...]]
-) -> Blocks:
-    """The recurrence for one segmentation."""
-    rows, columns = len(first), len(second)
-    best: dict[tuple[int, int], tuple[int, tuple[int, int]]] = {(0, 0): (0, (0, 0))}
-    alone = [[block_ns(problem, [s]) for s in side] for side in (first, second)]
-    for i in range(rows + 1):
-        for j in range(columns + 1):
-            options = []
-            if i:
-                options.append((best[i - 1, j][0] + alone[0][i - 1], (i - 1, j)))
-            if j:
-                options.append((best[i, j - 1][0] + alone[1][j - 1], (i, j - 1)))
-            if i and j and legal(problem, first[i - 1], second[j - 1]):
-                both = block_ns(problem, [first[i - 1], second[j - 1]])
-                options.append((best[i - 1, j - 1][0] + both, (i - 1, j - 1)))
-            if options:
-                best[i, j] = min(options)
+def pair_segments(problem: Problem, first: Sequence[Segment], second: Sequence[Segment]) -> Blocks:
+    """The recurrence for one segmentation, row by row."""
+    alone = [np.array([block_ns(problem, [s]) for s in side]) for side in (first, second)]
+    done = np.concatenate([[0], np.cumsum(alone[1], dtype=np.int64)])
+    times = np.zeros((len(first) + 1, len(second) + 1), dtype=np.int64)
+    times[0] = done
+    pairs = _pairs(problem, first, second)
+    for i in range(1, len(first) + 1):
+        reached = times[i - 1] + alone[0][i - 1]
+        both = times[i - 1, :-1] + pairs[i - 1]
+        np.minimum(reached[1:], both, out=reached[1:])
+        # From there on the second strand may go on alone.
+        times[i] = np.minimum.accumulate(reached - done) + done
     blocks = []
-    at = (rows, columns)
-    while at != (0, 0):
-        previous = best[at][1]
-        pair = [*first[previous[0] : at[0]], *second[previous[1] : at[1]]]
+    i, j = len(first), len(second)
+    while i or j:
+        if i and times[i, j] == times[i - 1, j] + alone[0][i - 1]:
+            pair, i = [first[i - 1]], i - 1
+        elif i and j and times[i, j] == times[i - 1, j - 1] + pairs[i - 1, j - 1]:
+            pair, i, j = [first[i - 1], second[j - 1]], i - 1, j - 1
+        else:
+            pair, j = [second[j - 1]], j - 1
         blocks.append(block_order(problem, pair))
-        at = previous
     blocks.reverse()
     order = tuple(name for block in blocks for name in block)
-    return Blocks(order, tuple(block[-1] for block in blocks), best[rows, columns][0])
+    return Blocks(order, tuple(block[-1] for block in blocks), int(times[-1, -1]))
 
 
-def legal(problem: Problem, first: Sequence[str], second: Sequence[str]) -> bool:
+def _pairs(problem: Problem, first: Sequence[Segment], second: Sequence[Segment]) -> np.ndarray:
+    """Times of all blocks of two; segments that look alike are timed once."""
+    by_id = problem.graph.by_id
+
+    def look(segment: Segment) -> tuple[str, int]:
+        return by_id[segment[0]].lane, sum(problem.solo_ns[name] for name in segment)
+
+    looks = [[look(segment) for segment in side] for side in (first, second)]
+    kinds = [list(dict.fromkeys(side)) for side in looks]
+    samples = [dict(zip(looks[k], side, strict=True)) for k, side in enumerate((first, second))]
+    table = np.full([max(1, len(side)) for side in kinds], _NEVER, dtype=np.int64)
+    for i, x in enumerate(kinds[0]):
+        for j, y in enumerate(kinds[1]):
+            pair = [samples[0][x], samples[1][y]]
+            if legal(problem, *pair):
+                table[i, j] = block_ns(problem, pair)
+    places = [[kinds[k].index(own) for own in side] for k, side in enumerate(looks)]
+    rows, columns = (np.array(place, dtype=np.int64) for place in places)
+    return table[rows[:, None], columns[None, :]]
+
+
+def legal(problem: Problem, first: Segment, second: Segment) -> bool:
     """Whether two segments may share a block: not if both use the same link."""
     by_id = problem.graph.by_id
     links = [{by_id[n].lane for n in part if by_id[n].is_collective} for part in (first, second)]
     return not links[0] & links[1]
 
 
-def block_order(problem: Problem, parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def block_order(problem: Problem, parts: Sequence[Segment]) -> Segment:
     """Collectives first; segments hold either compute or one collective."""
     by_id = problem.graph.by_id
     ordered = sorted(parts, key=lambda part: not by_id[part[0]].is_collective)
     return tuple(name for part in ordered for name in part)
 
 
-def block_ns(problem: Problem, parts: Sequence[Sequence[str]]) -> int:
+def block_ns(problem: Problem, parts: Sequence[Segment]) -> int:
     """Time of one block from barrier to barrier."""
     by_id = problem.graph.by_id
     now = 0

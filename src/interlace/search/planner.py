@@ -1,29 +1,97 @@
-"""Plan one phase with a search chosen by name."""
+"""Plan a phase, or a whole step, with a search chosen by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from interlace.errors import InputError, nearest
-from interlace.ir.plan import PhasePlan
-from interlace.search.chains import strand_of
+from interlace.ir.costs import Contention, CostTable
+from interlace.ir.graph import COMPUTE_LANE, OpGraph
+from interlace.ir.phases import BACKWARD, FORWARD, PHASES, phase_graphs
+from interlace.ir.plan import PhasePlan, Plan
+from interlace.ir.timeline import WAIT, Timeline
 from interlace.search.exact import order_exact
-from interlace.search.list_scheduling import list_schedule
+from interlace.search.limits import MemoryLimits
+from interlace.search.list_scheduling import order_list
 from interlace.search.memory import peak_bytes
+from interlace.search.paper import order_paper
 from interlace.search.problem import Problem
+from interlace.search.rotate import choose_ahead
+from interlace.search.tight import smallest_peak
 from interlace.sim.strands import simulate
 
-FORWARD = "forward"
+Found = tuple[tuple[str, ...], tuple[str, ...]]
+"""(order, operators that a barrier follows)."""
 
 
-def _list(problem: Problem) -> tuple[str, ...]:
-    strands = {strand_of(op.id) for op in problem.graph.operators}
-    scaled = FORWARD if FORWARD in strands else ""
-    phase = list_schedule(
-        problem.graph, problem.solo_ns, issue_ns=problem.issue_ns, scaled_strand=scaled
-    )
-    return phase.order
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A way to find an order."""
+
+    find: Callable[[Problem], Found]
+    optimises: bool = False
+    """Whether it looks at memory, may run the head of the forward strand one phase ahead, and
+    takes the order of another search where that is simulated to be shorter."""
 
 
-SEARCHES: dict[str, Callable[[Problem], tuple[str, ...]]] = {"exact": order_exact, "list": _list}
+def _exact(problem: Problem) -> Found:
+    return order_exact(problem), ()
+
+
+def _list(problem: Problem) -> Found:
+    return order_list(problem), ()
+
+
+def _paper(problem: Problem) -> Found:
+    blocks = order_paper(problem)
+    return blocks.order, blocks.barriers
+
+
+SEARCHES: Mapping[str, Search] = {
+    "exact": Search(_exact, optimises=True),
+    "list": Search(_list),
+    "paper": Search(_paper),
+}
+
+
+NO_LIMITS = MemoryLimits()
+
+
+def make_plan(
+    graphs: Mapping[str, OpGraph],
+    costs: CostTable,
+    search: str,
+    *,
+    limits: MemoryLimits = NO_LIMITS,
+) -> Plan:
+    """Plan every phase of a step. Deterministic: equal graphs and costs, equal plan.
+
+    `graphs` has `forward` and `backward`. Raises InputError for an unknown search, or if a phase
+    needs more than the bound of `limits`. `list` and `paper` know no other limit than that."""
+    if search not in SEARCHES:
+        raise InputError(f"unknown search {search!r}", hint=nearest(search, SEARCHES))
+    forward, backward = graphs[FORWARD], graphs[BACKWARD]
+    best = SEARCHES[search].optimises
+    aim = limits.aim({FORWARD: forward, BACKWARD: backward}) if best else limits.bound_bytes
+
+    def problem(graph: OpGraph) -> Problem:
+        solo = costs.of(graph)
+        return Problem(graph, solo, costs.issue_ns, aim, costs.contention)
+
+    def phases(ahead: int) -> dict[str, PhasePlan]:
+        of_phase = phase_graphs(forward, backward, ahead)
+        return {name: plan_phase(problem(of_phase[name]), search) for name in PHASES}
+
+    ahead = 0
+    if best:
+        ahead = choose_ahead(forward, backward, lambda graph: _quickened(problem(graph)))
+    try:
+        planned = phases(ahead)
+    except InputError:
+        if not ahead:
+            raise
+        ahead, planned = 0, phases(0)  # a head keeps more values: the bound may allow none
+    digest = phase_graphs(forward, backward, 0)["pair"].digest
+    return Plan(search, digest, costs.digest, planned, ahead)
 
 
 def plan_phase(problem: Problem, search: str) -> PhasePlan:
@@ -33,13 +101,75 @@ def plan_phase(problem: Problem, search: str) -> PhasePlan:
     """
     if search not in SEARCHES:
         raise InputError(f"unknown search {search!r}", hint=nearest(search, SEARCHES))
-    order = SEARCHES[search](problem)
-    peak = peak_bytes(problem.graph, order)
-    if problem.memory_bytes and peak > problem.memory_bytes:
-        raise InputError(
-            f"phase {problem.graph.name!r} needs {peak:,} bytes for values of its graphs, "
-            f"{peak - problem.memory_bytes:,} more than the bound of {problem.memory_bytes:,}",
-            hint="raise the bound, lower train.micro_batch_size, or use one strand",
-        )
-    timeline = simulate(problem.graph, order, problem.solo_ns, issue_ns=problem.issue_ns)
-    return PhasePlan(order, timeline.length_ns, timeline.exposed_ns())
+    quick = _quickened(problem)
+    names = SEARCHES if SEARCHES[search].optimises else (search,)
+    candidates = [SEARCHES[name].find(quick) for name in dict.fromkeys((search, *names))]
+    fitting = [found for found in candidates if _fits(problem, found[0])]
+    if not fitting:
+        raise _too_large(problem, candidates[0][0])
+    timelines = [_simulate(problem, *found) for found in fitting]
+    best = min(range(len(fitting)), key=lambda k: timelines[k].length_ns)
+    order, barriers = fitting[best]
+    return PhasePlan(order, timelines[best].length_ns, timelines[best].exposed_ns(), barriers)
+
+
+def _fits(problem: Problem, order: tuple[str, ...]) -> bool:
+    return not problem.memory_bytes or peak_bytes(problem.graph, order) <= problem.memory_bytes
+
+
+def _too_large(problem: Problem, order: tuple[str, ...]) -> InputError:
+    peak, (_, least) = peak_bytes(problem.graph, order), smallest_peak(problem)
+    return InputError(
+        f"phase {problem.graph.name!r} needs {peak:,} bytes for values of its graphs, "
+        f"{peak - problem.memory_bytes:,} more than the bound of {problem.memory_bytes:,}",
+        hint=f"set plan.memory_mib to {-(-least // 2**20)} or more, lower train.micro_batch_size, "
+        "or use one strand",
+    )
+
+
+def _simulate(problem: Problem, order: tuple[str, ...], barriers: tuple[str, ...] = ()) -> Timeline:
+    return simulate(
+        problem.graph,
+        order,
+        problem.solo_ns,
+        issue_ns=problem.issue_ns,
+        contention=problem.contention,
+        barriers=barriers,
+    )
+
+
+def _quickened(problem: Problem) -> Problem:
+    """The same problem without contention, for searches that know none: lanes of one link become
+    one lane, and every time is what it is in the simulation of a list schedule under contention."""
+    contention = problem.contention
+    if contention is None:
+        return problem
+    times = problem.solo_ns
+    if contention.factors:
+        listed = order_list(problem)
+        times = _lasting(problem, _simulate(problem, listed))
+    return replace(
+        problem, graph=_on_links(problem.graph, contention), solo_ns=times, contention=None
+    )
+
+
+def _lasting(problem: Problem, timeline: Timeline) -> dict[str, int]:
+    """How long each operator took."""
+    times = dict(problem.solo_ns)
+    for span in timeline.spans:
+        if span.kind == WAIT or span.name not in times:
+            continue
+        if span.lane == problem.graph.by_id[span.name].lane:
+            times[span.name] = span.duration_ns
+    return times
+
+
+def _on_links(graph: OpGraph, contention: Contention) -> OpGraph:
+    shared = {op.lane for op in graph.collectives if op.lane in contention.links}
+    if len({contention.links[lane] for lane in shared}) == len(shared):
+        return graph
+    operators = tuple(
+        op if op.lane == COMPUTE_LANE else replace(op, lane=contention.links.get(op.lane, op.lane))
+        for op in graph.operators
+    )
+    return OpGraph(graph.name, operators, graph.inputs, graph.outputs)

@@ -1,105 +1,169 @@
-"""Improve an order by moving single operators: seeded hill climbing on simulated length.
+"""Improve an order by moving operators: seeded hill climbing.
 
-A move takes one operator to another place between its last input and its first user. Moves start
-at operators near waits, where there is something to gain. The number of evaluations, not the clock,
-limits the search, so that every rank finds the same order.
+A move brings an operator, with what it needs, before another one, or puts an operator off, with
+what needs it. Most moves start where there is something to gain: at waits, or where memory is
+above its bound. The number of operators simulated, not the clock, limits the search, so that
+every rank finds the same order.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from interlace.ir.graph import OpGraph
+from interlace.search.evaluator import Evaluator
+from interlace.search.memory import Liveness
+from interlace.search.window import Windowed
+from interlace.search.window_memory import WindowedMemory
 
-
-class Evaluator:
-    """Length of an order of operator numbers; `sim.strands.simulate` without the spans."""
-
-    def __init__(self, graph: OpGraph, solo_ns: Mapping[str, int], issue_ns: int) -> None:
-        number = {op.id: i for i, op in enumerate(graph.operators)}
-        lanes = {lane: i for i, lane in enumerate(graph.lanes)}
-        self.names = [op.id for op in graph.operators]
-        self.number = number
-        self.issue_ns = issue_ns
-        self.inputs = [tuple(number[i] for i in op.inputs) for op in graph.operators]
-        self.slow_inputs = [
-            tuple(number[i] for i in op.inputs if graph.by_id[i].is_collective)
-            for op in graph.operators
-        ]
-        self.lane = [lanes[op.lane] for op in graph.operators]
-        self.time = [solo_ns[op.id] for op in graph.operators]
-        self.lanes = len(lanes)
-        self.users: list[list[int]] = [[] for _ in self.names]
-        for i, sources in enumerate(self.inputs):
-            for source in sources:
-                self.users[source].append(i)
-
-    def length(self, order: Sequence[int]) -> tuple[int, list[int]]:
-        """(length in ns, positions in the order at which the compute lane waited)."""
-        now = 0
-        finish = [0] * len(self.names)
-        free = [0] * self.lanes
-        waits = []
-        for position, i in enumerate(order):
-            for source in self.slow_inputs[i]:
-                if finish[source] > now:
-                    now = finish[source]
-                    if not waits or waits[-1] != position:
-                        waits.append(position)
-            lane = self.lane[i]
-            if lane:
-                begin = free[lane] if free[lane] > now else now
-                finish[i] = free[lane] = begin + self.time[i]
-                now += self.issue_ns
-            else:
-                now += self.time[i]
-        return max(now, *free), waits
+NEAR = 25
+"""Mean distance, in operators, between the ends of a move."""
+PEAK_STEP = 0.01
+"""Share by which `lower_peak` asks for less each time."""
 
 
 def polish(
-    graph: OpGraph,
-    order: Sequence[str],
-    solo_ns: Mapping[str, int],
+    world: Evaluator,
+    order: Sequence[int],
     *,
-    issue_ns: int,
     evaluations: int,
     seed: int = 0,
-) -> tuple[str, ...]:
-    """An order at most as long as `order`; the same one for the same arguments."""
-    evaluator = Evaluator(graph, solo_ns, issue_ns)
+    values: Liveness | None = None,
+    bound: int = 0,
+) -> list[int]:
+    """An order at most as long as `order`; the same one for the same arguments.
+
+    With `values` and a memory `bound` in bytes, first the bytes above the bound, summed over
+    positions, are made fewer, at the price of length if need be, and never more again.
+    """
+    current = Windowed(world, order)
+    memory = WindowedMemory(values, current, bound) if values else None
     chooser = random.Random(seed)
-    current = [evaluator.number[name] for name in order]
-    best, waits = evaluator.length(current)
-    for _ in range(evaluations):
-        if not waits:
+
+    def hot() -> list[int]:
+        return memory.over() if memory and memory.excess else current.waits()
+
+    moves = Moves(current, chooser, hot)
+    left = evaluations
+    while left > 0 and moves.hot:
+        left -= _try(current, memory, moves, longest=0)
+    return current.order
+
+
+def lower_peak(
+    world: Evaluator, order: Sequence[int], values: Liveness, *, evaluations: int, longest_ns: int
+) -> list[int]:
+    """An order with a lower peak if one is found; if `order` is no longer than `longest_ns`, it is
+    not either."""
+    current = Windowed(world, order)
+    memory = WindowedMemory(values, current, 0)
+    best, peak = current.order.copy(), memory.peak
+    moves = Moves(current, random.Random(0), memory.over)
+    left = evaluations
+    while left > 0:
+        memory.set_bound(int(peak * (1 - PEAK_STEP)))
+        moves.look()
+        while left > 0 and memory.excess and moves.hot:
+            left -= _try(current, memory, moves, longest=longest_ns)
+        left -= len(best)
+        if memory.peak < peak:
+            best, peak = current.order.copy(), memory.peak
+        elif not moves.hot or not memory.excess:
             break
-        moved = _neighbour(evaluator, current, waits, chooser)
-        if moved is None:
-            continue
-        length, moved_waits = evaluator.length(moved)
-        if length <= best:
-            current, best, waits = moved, length, moved_waits
-    return tuple(evaluator.names[i] for i in current)
+    return best
 
 
-def _neighbour(
-    evaluator: Evaluator, order: list[int], waits: list[int], chooser: random.Random
-) -> list[int] | None:
-    """`order` with an operator moved before a wait, or a random one moved anywhere it may go."""
-    place = {i: position for position, i in enumerate(order)}
-    if chooser.random() < 0.6:
-        target = chooser.choice(waits)
-        source = min(len(order) - 1, target + 1 + int(chooser.expovariate(1 / 25)))
-    else:
-        source = chooser.randrange(len(order))
-        target = -1
-    i = order[source]
-    low = max((place[j] + 1 for j in evaluator.inputs[i]), default=0)
-    high = min((place[j] - 1 for j in evaluator.users[i]), default=len(order) - 1)
-    if target < 0:
-        target = chooser.randint(low, high)
-    if not low <= target <= high or target == source:
-        return None
-    moved = order.copy()
-    moved.pop(source)
-    moved.insert(target, i)
-    return moved
+def _try(current: Windowed, memory: WindowedMemory | None, moves: "Moves", *, longest: int) -> int:
+    """Draw a move and make it if it is no step back; the operators that were looked at.
+
+    Less memory above the bound counts first, as long as the order stays within `longest` ns (0 for
+    no limit); at equal memory it may get no longer than it is, or than `longest`.
+    """
+    low, window = moves.draw()
+    spent = 4 + len(window)
+    if not window:
+        return spent
+    change = memory.attempt(low, window) if memory and memory.excess else None
+    if change and change.excess > 0:
+        return spent + len(window)
+    attempt = current.attempt(low, window)
+    spent += attempt.stop - low
+    limit = max(longest, current.length)
+    if change and change.excess < 0 and not longest:
+        limit = attempt.length
+    if attempt.length <= limit and memory and not change:
+        change = memory.attempt(low, window)
+        spent += len(window)
+    if attempt.length > limit or (change and change.excess > 0):
+        current.drop(attempt)
+        return spent
+    if memory and change:
+        memory.keep(change)
+    current.keep(attempt)
+    moves.note_change()
+    return spent
+
+
+class Moves:
+    """Draws changes of an order that respect dependencies."""
+
+    def __init__(
+        self, current: Windowed, chooser: random.Random, find_hot: Callable[[], list[int]]
+    ) -> None:
+        self.current = current
+        self.chooser = chooser
+        self.find_hot = find_hot
+        self.look()
+
+    def look(self) -> None:
+        """Find anew the positions at which there is something to gain."""
+        self.hot = self.find_hot()
+        self.changes = self.draws = 0
+
+    def note_change(self) -> None:
+        """The order is another one."""
+        self.changes += 1
+
+    def draw(self) -> tuple[int, list[int]]:
+        """(first position, operators from there on in their new sequence); may be empty."""
+        self.draws += 1
+        patience = 20 + len(self.current.order) // 16
+        if self.changes >= patience or (self.changes and self.draws >= 20 * patience):
+            self.look()
+            if not self.hot:
+                return 0, []
+        chance = self.chooser.random()
+        last = len(self.current.order) - 1
+        distance = 1 + int(self.chooser.expovariate(1 / NEAR))
+        position = self.chooser.choice(self.hot) if chance < 0.7 else self.chooser.randint(0, last)
+        if chance < 0.5:
+            return self.pull(position, min(last, position + distance))
+        if chance < 0.55:
+            return self.push(max(0, position - distance), position)
+        return self.push(position, min(last, position + distance))
+
+    def pull(self, target: int, source: int) -> tuple[int, list[int]]:
+        """The operator at `source`, after what it needs, goes before the one at `target`."""
+        order, inputs = self.current.order, self.current.world.inputs
+        taken, left = [order[source]], []
+        needed = set(inputs[order[source]])
+        for position in range(source - 1, target - 1, -1):
+            i = order[position]
+            if i in needed:
+                taken.append(i)
+                needed.update(inputs[i])
+            else:
+                left.append(i)
+        return (target, taken[::-1] + left[::-1]) if left else (target, [])
+
+    def push(self, source: int, target: int) -> tuple[int, list[int]]:
+        """The operator at `source`, before what needs it, goes after the one at `target`."""
+        order, users = self.current.order, self.current.world.users
+        taken, left = [order[source]], []
+        needing = set(users[order[source]])
+        for position in range(source + 1, target + 1):
+            i = order[position]
+            if i in needing:
+                taken.append(i)
+                needing.update(users[i])
+            else:
+                left.append(i)
+        return (source, left + taken) if left else (source, [])

@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,15 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.config import Strands
+from interlace.config import Mode
 from interlace.errors import RunError
+from interlace.ir.phases import BACKWARD, FORWARD, phase_graphs
+from interlace.ir.steady import compute_ns, steady_state
 from interlace.ir.timeline import Timeline
 from interlace.runtime.executor import Batch, local
+from interlace.runtime.memory import Growth, measure_growth
+from interlace.search.memory import peak_bytes
+from interlace.search.step_bounds import step_bound_ns
+from interlace.sim.step import simulate_step
 from interlace.train.optimizer import set_step
 from interlace.train.session import Session, link_label
 from interlace.train.weights import clip_gradients
 
 State = list[Tensor]
+_GRADIENT_BYTES = 4  # gradient sums are float32
 
 
 @dataclass
@@ -33,10 +41,13 @@ class ModeResult:
     """What one engine did over the compared steps."""
 
     step_ns: list[int] = field(default_factory=list)
+    graph_ns: list[int] = field(default_factory=list)
+    """The part of each step before gradient clipping and the optimizer."""
     cpu_ns: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     timeline: Timeline | None = None
     state: State = field(default_factory=list)
+    growth: Growth | None = None
 
 
 def update(session: Session, step: int) -> float:
@@ -61,7 +72,8 @@ def compare(
 ) -> tuple[dict[str, Any], list[Timeline]]:
     """Run `steps` under every configured engine: (summary for comparison.json, timelines).
 
-    The step after the timed ones is recorded, so recording touches no measured time.
+    The step after the timed ones is recorded, and the one after that looks at memory if asked,
+    so neither touches a measured time.
     Collective; all ranks return equal losses and their own times.
     """
     start = _state(session)
@@ -74,7 +86,11 @@ def compare(
         report(f"compared step {number + 1}/{len(steps)}")
     for mode in modes:
         _load(session, results[mode].state)
-        results[mode].timeline = session.engines[mode].record(steps[-1], mode, session.rank)
+        engine = session.engines[mode]
+        results[mode].timeline = engine.record(steps[-1], mode, session.rank)
+        if session.config.compare.memory:
+            run = partial(engine.step, steps[-1])
+            results[mode].growth = measure_growth(run, session.device)
     _load(session, start)
     set_step(session.schedule, first)
     timelines = [r.timeline for r in results.values() if r.timeline is not None]
@@ -84,7 +100,7 @@ def compare(
 def _take_turn(
     session: Session,
     result: ModeResult,
-    mode: Strands,
+    mode: Mode,
     batches: Sequence[Batch],
     step: int,
 ) -> None:
@@ -93,6 +109,9 @@ def _take_turn(
     dist.barrier()
     wall, cpu = time.perf_counter_ns(), time.process_time_ns()
     losses = session.engines[mode].step(batches)
+    if session.device.type == "cuda":
+        torch.cuda.synchronize()
+    result.graph_ns.append(time.perf_counter_ns() - wall)
     update(session, step + 1)
     _synchronise(session)
     result.step_ns.append(time.perf_counter_ns() - wall)
@@ -155,46 +174,100 @@ def _bits(loss: float) -> str:
     return struct.pack(">f", loss).hex()
 
 
-def _summary(session: Session, results: Mapping[Strands, ModeResult], steps: int) -> dict[str, Any]:
+def _summary(session: Session, results: Mapping[Mode, ModeResult], steps: int) -> dict[str, Any]:
     """The content of comparison.json."""
     summary: dict[str, Any] = {
         "steps": steps,
         "micro_batches": session.config.train.micro_batches,
         "link": link_label(session.config),
-        "modes": {mode: _mode_row(result) for mode, result in results.items()},
+        "constant_bytes": constant_bytes(session),
+        "modes": {mode: _mode_row(session, mode, result) for mode, result in results.items()},
     }
-    if "1" in results and "2" in results:
-        one, two = results["1"], results["2"]
-        pairs = zip(one.state, two.state, strict=True)
-        states = all(torch.equal(a, b) for a, b in pairs)
-        summary["losses_identical"] = _on_all_ranks(one.losses == two.losses, session)
+    strands = [result for mode, result in results.items() if mode != "eager"]
+    if len(strands) > 1:
+        one, *others = strands
+        losses = all(one.losses == other.losses for other in others)
+        states = all(
+            torch.equal(a, b)
+            for other in others
+            for a, b in zip(one.state, other.state, strict=True)
+        )
+        summary["losses_identical"] = _on_all_ranks(losses, session)
         summary["weights_identical"] = _on_all_ranks(states, session)
-    if "eager" in results and "2" in results:
-        pairs = zip(results["eager"].losses, results["2"].losses, strict=True)
-        summary["max_relative_difference_to_eager"] = max(abs(a - b) / abs(a) for a, b in pairs)
-    bases: dict[Strands, str] = {"eager": "speedup_vs_eager", "1": "speedup_vs_one_strand"}
-    for base, name in bases.items():
-        if base in results and "2" in results:
-            # The first step of each way warms caches up; it counts only if it is the only one.
-            first = min(1, steps - 1)
-            pairs = zip(results[base].step_ns[first:], results["2"].step_ns[first:], strict=True)
-            ratios = [a / b for a, b in pairs]
-            summary[name] = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
+    ours = "2" if "2" in results else next((m for m in results if m not in ("eager", "1")), None)
+    if ours is not None:
+        summary |= _gains(results, ours)
     return summary
 
 
-def _mode_row(result: ModeResult) -> dict[str, Any]:
+def _gains(results: Mapping[Mode, ModeResult], ours: Mode) -> dict[str, Any]:
+    """How two strands did against eager and against one strand, where these were run."""
+    gains: dict[str, Any] = {}
+    two = results[ours]
+    if "eager" in results:
+        pairs = zip(results["eager"].losses, two.losses, strict=True)
+        gains["max_relative_difference_to_eager"] = max(abs(a - b) / abs(a) for a, b in pairs)
+    bases: dict[Mode, str] = {"eager": "speedup_vs_eager", "1": "speedup_vs_one_strand"}
+    for base, name in bases.items():
+        if base in results:
+            # The first step of each way warms caches up; it counts only if it is the only one.
+            first = min(1, len(two.step_ns) - 1)
+            pairs = zip(results[base].step_ns[first:], two.step_ns[first:], strict=True)
+            ratios = [a / b for a, b in pairs]
+            gains[name] = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
+    return gains
+
+
+def _mode_row(session: Session, mode: Mode, result: ModeResult) -> dict[str, Any]:
     timeline = result.timeline
     assert timeline is not None
-    return {
+    steady = steady_state(timeline)
+    row = {
         "step_ms": [ns / 1e6 for ns in result.step_ns],
+        "graph_ms": [ns / 1e6 for ns in result.graph_ns],
         "cpu_ms": [ns / 1e6 for ns in result.cpu_ns],
         "losses": result.losses,
         "loss_bits": [_bits(loss) for loss in result.losses],
+        "compute_ms": compute_ns(timeline) / 1e6,
         "exposed_ms": timeline.exposed_ns() / 1e6,
         "communication_ms": timeline.communication_ns() / 1e6,
         "hidden_fraction": timeline.hidden_fraction(),
+        "steady_hidden_fraction": steady.hidden_fraction() if steady is not None else None,
+        **_predicted(session, mode),
     }
+    if result.growth is not None:
+        row["allocated_bytes"] = result.growth.allocated_bytes
+        row["resident_bytes"] = result.growth.resident_bytes
+    return row
+
+
+def _predicted(session: Session, mode: Mode) -> dict[str, Any]:
+    """What the plan promises: time of the graphs of a step, a bound for it, peak of values."""
+    plan, strands, costs = session.plans.get(mode), session.strands, session.costs
+    if plan is None or strands is None:
+        return {}
+    forward, backward = strands.op_graphs[FORWARD], strands.op_graphs[BACKWARD]
+    of_phase = phase_graphs(forward, backward, plan.ahead)
+    peaks = [peak_bytes(of_phase[name], phase.order) for name, phase in plan.phases.items()]
+    counted = {"search": plan.search, "counted_bytes": max(peaks)}
+    if costs is None:
+        return counted
+    count = session.config.train.micro_batches
+    predicted = simulate_step(plan, strands.op_graphs, costs, count)
+    return counted | {
+        "predicted_ms": predicted.length_ns / 1e6,
+        "predicted_hidden_fraction": predicted.hidden_fraction(),
+        "bound_ms": step_bound_ns(forward, backward, costs, count) / 1e6,
+    }
+
+
+def constant_bytes(session: Session) -> int:
+    """Bytes on this rank that are there during all of a step: weights, masters, optimizer state,
+    gradient buffers."""
+    tensors = [local(p) for p in session.weights.module.parameters()] + _tensors(session)
+    unique = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    gradients = sum(local(p).numel() for p in session.weights.parameters) * _GRADIENT_BYTES
+    return sum(unique.values()) + gradients
 
 
 def _on_all_ranks(value: bool, session: Session) -> bool:

@@ -101,13 +101,13 @@ class StrandEngine:
         self,
         weights: MasterWeights,
         strands: Strands,
-        orders: Mapping[str, tuple[str, ...]],
+        plan: Plan,
         buffers: Mapping[str, Tensor],
     ) -> None:
-        """`orders` without `pair` runs one strand. Engines may share `buffers`."""
+        """A plan without a `pair` phase runs one strand. Engines may share `buffers`."""
         self.weights = weights
         self.strands = strands
-        self.executor = strands.executor(orders, buffers)
+        self.executor = strands.executor(plan, buffers)
         self.buffers = buffers
         self.losses: list[Tensor] = []
 
@@ -129,8 +129,3 @@ class StrandEngine:
         recorder = Recorder(self.strands.op_graphs, clock_for(device))
         self._step(batches, recorder)
         return recorder.timeline(label, rank)
-
-
-def planned_orders(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Orders of a two-strand engine."""
-    return {name: phase.order for name, phase in plan.phases.items()}

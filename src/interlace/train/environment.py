@@ -1,4 +1,4 @@
-"""What a run writes down about itself: environment.json, run.toml, the plan and the costs behind it."""
+"""What a run writes down about itself: environment, run file, costs, plan."""
 
 import datetime
 import json
@@ -42,5 +42,6 @@ def describe_environment(session: Session, directory: Path) -> None:
     if session.costs is not None:
         store.save(session.costs, directory / "costs.json")
     if session.plan is not None and session.strands is not None:
-        table = plans.to_text(session.plan, dict(session.strands.op_graphs))
+        graphs = session.strands.op_graphs
+        table = plans.to_text(session.plan, graphs["forward"], graphs["backward"])
         (directory / "plan.txt").write_text(table, encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from interlace.config import RunConfig
+from interlace.config import RunConfig, Strands
 from interlace.errors import InputError, RunError
 from interlace.ir import store
 from interlace.ir.timeline import Timeline
@@ -18,8 +18,10 @@ from interlace.parallel.tensor import loss_context
 from interlace.report.tables import comparison_lines
 from interlace.runtime.executor import Batch
 from interlace.runtime.signals import StopFlag, agreed
+from interlace.sim.step import simulate_step
 from interlace.train.compare import compare, update
 from interlace.train.environment import describe_environment
+from interlace.train.fallback import Trial
 from interlace.train.metrics import (
     MetricsWriter,
     bits_per_byte,
@@ -55,6 +57,7 @@ class Trainer:
         self.metrics: MetricsWriter | None = None
         self._compared: set[str] = set()
         self.last_recorded: Timeline | None = None
+        self.trial = Trial(config, config.strands)
         if session.rank == 0:
             # Not before: a run that cannot start must not cost the user an earlier one.
             for path in _earlier_run(self.directory):
@@ -79,11 +82,7 @@ class Trainer:
         session, config = self.session, self.config
         say(session, session.dataset.summary)
         if session.plan is not None:
-            step_ms = session.plan.step_ns(config.train.micro_batches) / 1e6
-            say(
-                session,
-                f"plan by search {session.plan.search!r}: {step_ms:.0f} ms predicted a step",
-            )
+            say(session, f"plan by search {session.plan.search!r}{self._predicted()}")
         if config.compare.steps:
             self._compare()
         self.evaluate(0)
@@ -101,19 +100,29 @@ class Trainer:
         say(session, f"{ended}; `interlace report {self.directory}` draws it")
         return ended
 
+    def _predicted(self) -> str:
+        session = self.session
+        if session.plan is None or session.costs is None or session.strands is None:
+            return ""
+        count, graphs = self.config.train.micro_batches, session.strands.op_graphs
+        step_ms = simulate_step(session.plan, graphs, session.costs, count).length_ns / 1e6
+        return f": {step_ms:.0f} ms predicted for the {count} micro-batches of a step"
+
     def _step(self, step: int) -> None:
         session, config = self.session, self.config
         every = config.output.record_every
-        record = bool(every) and (step % every == 0 or step == config.train.steps)
+        due = bool(every) and (step % every == 0 or step == config.train.steps)
+        mode, trying = self.trial.next_mode(), self.trial.running
+        engine = session.engines[mode]
         batches = self._next_batches()
         began = time.perf_counter_ns()
         timeline = None
-        if record:
-            timeline = session.engine.record(batches, config.strands, session.rank)
+        if due and not trying:
+            timeline = engine.record(batches, mode, session.rank)
         else:
-            session.engine.step(batches)
+            engine.step(batches)
         rate = session.optimizer.param_groups[0]["lr"]
-        loss = float(torch.stack(session.engine.losses).mean())
+        loss = float(torch.stack(engine.losses).mean())
         norm = self._update(step, loss)
         step_ns = time.perf_counter_ns() - began
         tokens = len(batches) * batches[0][0].numel()
@@ -136,6 +145,18 @@ class Trainer:
             values["mfu"] = spent / (step_ns / 1e9) / self.peak_flops
         self.write("step", **values)
         say(session, step_line({**values, "steps": config.train.steps}))
+        self._judge(mode, step_ns)
+
+    def _judge(self, mode: Strands, step_ns: int) -> None:
+        verdict = self.trial.add(mode, step_ns)
+        if verdict is not None:
+            self.write(
+                "trial",
+                two_strands_ms=verdict.two_strands_ns / 1e6,
+                one_strand_ms=verdict.one_strand_ns / 1e6,
+                keeps_plan=verdict.keeps_plan,
+            )
+            say(self.session, str(verdict))
 
     def _update(self, step: int, loss: float) -> float:
         """Apply the gradients, unless loss or gradients are not finite: then nothing changes."""
@@ -185,7 +206,8 @@ class Trainer:
             return
         assert session.strands is not None
         graphs, count = session.strands.op_graphs, self.config.train.micro_batches
-        rows = proof_rows(session.plan, graphs, session.costs, timeline, count)
+        plan = session.plan if timeline.label == "2" else session.strands.sequential
+        rows = proof_rows(plan, graphs, session.costs, timeline, count)
         self.write("proof", rows=rows)
         say(session, "one step's communication, expected by the plan and measured on rank 0:")
         say(session, proof_table(rows))

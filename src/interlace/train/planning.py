@@ -1,11 +1,15 @@
 """`interlace plan`: plan a run without starting it, with no second process and no weights.
 
 The model is built from fake tensors in a fake world of the right size, traced as a rank would, and
-planned on computed costs (`cost.analytic`). A training run plans again on measured ones.
+planned on computed costs (`cost.analytic`) or on those of a file that `interlace profile` wrote.
 """
 
+import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,49 +19,78 @@ from interlace.config import RunConfig, check, parse_rate
 from interlace.cost.analytic import MachineModel, analytic_costs, measure_this_machine
 from interlace.errors import InputError
 from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
-from interlace.ir.costs import CostTable
+from interlace.ir import store
+from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
-from interlace.ir.plan import PhasePlan, Plan, to_text
+from interlace.ir.plan import to_text
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
 from interlace.parallel.meshes import axis_of_group, build_mesh
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
-from interlace.report.tables import aligned, milliseconds, percent, size
-from interlace.runtime.strands import Strands, build_strands, make_plan
-from interlace.search.bounds import lower_bound_ns
-from interlace.search.memory import peak_bytes
-from interlace.search.paper import busy_ns, order_paper
-from interlace.search.planner import SEARCHES, plan_phase
-from interlace.search.problem import Problem
+from interlace.report.files import write_whole
+from interlace.report.plan_figures import compare_searches
+from interlace.report.plan_json import plan_json
+from interlace.report.plan_picture import plan_png
+from interlace.report.plan_tables import plan_summary
+from interlace.runtime.strands import Strands, build_strands
+from interlace.train.memory import constant_bytes, memory_limits
 from interlace.train.session import DTYPES, vocabulary
 from interlace.train.tokens import open_tokenizer
 from interlace.train.weights import cast_parameters
 
 ASSUMED_RATE = "10gbit"
+_NAMED = 3
+"""So many estimated operators are named."""
 
 
-def plan_command(config: RunConfig, output: Path | None) -> int:
-    """Plan `config`: a summary and the plan on stdout, or the plan in `output`."""
+def plan_command(
+    config: RunConfig,
+    output: Path | None,
+    *,
+    cost: Path | None = None,
+    interpolate: bool = False,
+    json: Path | None = None,
+    picture: Path | None = None,
+) -> int:
+    """Plan `config`: tables on stderr, the plan on stdout or in `output`; more in other files.
+
+    Raises InputError for a configuration, a cost file or an output that cannot work.
+    """
     check(config)
-    strands = trace_fake(config)
-    costs = _costs(config, strands.op_graphs)
-    plan = make_plan(
-        strands.op_graphs,
+    _check_request(config, cost, interpolate=interpolate)
+    _check_outputs({"--output": output, "--json": json, "--picture": picture}, cost)
+    table = _read_costs(cost) if cost else None
+    layers, ranks = config.model.layers, config.parallel.tensor
+    with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
+        strands = trace_fake(config)
+    graphs = {name: strands.op_graphs[name] for name in ("forward", "backward")}
+    if table is None:
+        costs, origin = computed_costs(config, graphs)
+    else:
+        costs, origin = measured_costs(table, str(cost), strands, interpolate=interpolate)
+    _say(f"costs: {origin}")
+    comparison = compare_searches(
+        graphs,
         costs,
-        config.plan.search,
-        memory_bytes=int(config.plan.memory_mib * 2**20),
+        chosen=config.plan.search,
+        micro_batches=config.train.micro_batches,
+        limits=memory_limits(config, strands.module),
+        constant_bytes=constant_bytes(config, strands.module),
+        stage=_stage,
     )
-    text = to_text(plan, dict(strands.op_graphs))
-    print(summary(plan, strands.op_graphs, costs, config), file=sys.stderr)
+    _say(f"\n{plan_summary(comparison)}\n")
+    if json is not None:
+        about = {"source": costs.source, "digest": costs.digest, "machine": costs.machine}
+        about |= {"file": str(cost) if cost else "", "description": origin}
+        _write(json, plan_json(comparison, costs=about, run=config.as_dict()).encode())
+    if picture is not None:
+        subtitle = f"{describe_model(config)}; costs: {origin.splitlines()[0]}"
+        _write(picture, plan_png(comparison, subtitle=subtitle))
+    text = to_text(comparison.best.plan, graphs["forward"], graphs["backward"])
     if output is None:
         sys.stdout.write(text)
-        return 0
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror}") from error
-    print(output)
+    else:
+        _write(output, text.encode())
     return 0
 
 
@@ -85,61 +118,142 @@ def trace_fake(config: RunConfig) -> Strands:
         dist.destroy_process_group()
 
 
-def _costs(config: RunConfig, graphs: Mapping[str, OpGraph]) -> CostTable:
+def computed_costs(config: RunConfig, graphs: Mapping[str, OpGraph]) -> tuple[CostTable, str]:
+    """Costs from the machine that the run file describes, and in words where they come from."""
     flops = config.hardware.peak_tflops * 1e12
     memory = config.hardware.memory_gb_per_s * 1e9
+    by = "given"
     if not (flops and memory):
         measured = measure_this_machine()
         flops, memory = flops or measured[0], memory or measured[1]
-    rate = parse_rate(config.link.rate or ASSUMED_RATE, "link.rate")
+        by = "measured here"
+    assumed = "" if config.link.rate else ", assumed: set --link.rate"
+    rate = config.link.rate or ASSUMED_RATE
     machine = MachineModel(
         flops_per_s=flops,
         bytes_per_s=memory,
-        link_bits_per_s=rate,
+        link_bits_per_s=parse_rate(rate, "link.rate"),
         link_latency_ns=int(config.link.latency_us * 1e3),
     )
-    return analytic_costs(graphs, machine, {"tp": config.parallel.tensor})
-
-
-def summary(plan: Plan, graphs: Mapping[str, OpGraph], costs: CostTable, config: RunConfig) -> str:
-    """The chosen plan phase by phase, and what each search would give for the pair."""
-    assumed = "" if config.link.rate else " (assumed; set --link.rate)"
-    phases = []
-    for name, phase in plan.phases.items():
-        problem = Problem(graphs[name], costs.of(graphs[name]), costs.issue_ns)
-        peak = peak_bytes(graphs[name], phase.order)
-        phases.append((name, str(len(phase.order)), *_figures(problem, phase, peak)))
-    pair = Problem(graphs["pair"], costs.of(graphs["pair"]), costs.issue_ns)
-    searches = []
-    for search in SEARCHES:
-        phase = plan_phase(pair, search)
-        searches.append((search, *_figures(pair, phase, peak_bytes(pair.graph, phase.order))))
-    blocks = order_paper(pair)
-    gap = blocks.length_ns / lower_bound_ns(pair) - 1
-    exposed = blocks.length_ns - busy_ns(pair)
-    searches.append(
-        ("paper", milliseconds(blocks.length_ns), milliseconds(exposed), percent(gap), "-")
-    )
-    step = milliseconds(plan.step_ns(config.train.micro_batches))
-    figures = ("predicted ms", "exposed ms", "over bound", "peak memory")
-    return "\n".join(
-        [
-            f"costs: {costs.source}, link {config.link.rate or ASSUMED_RATE}{assumed}",
-            "",
-            aligned(("phase", "operators", *figures), phases, text_columns=1),
-            "",
-            aligned(("pair by search", *figures), searches, text_columns=1),
-            "",
-            f"step of {config.train.micro_batches} micro-batches: {step} ms predicted",
-        ]
+    costs = analytic_costs(graphs, machine, {"tp": config.parallel.tensor})
+    return costs, (
+        f"computed for {flops / 1e12:.3g} TFLOP/s and {memory / 1e9:.4g} GB/s ({by}), "
+        f"link {rate}{assumed}"
     )
 
 
-def _figures(problem: Problem, phase: PhasePlan, peak: int) -> tuple[str, str, str, str]:
-    gap = phase.predicted_ns / lower_bound_ns(problem) - 1
+def measured_costs(
+    table: CostTable, where: str, strands: Strands, *, interpolate: bool
+) -> tuple[CostTable, str]:
+    """`table` with times for all operators, and in words where they come from.
+
+    Raises InputError if the table belongs to another graph, unless `interpolate`; then if an
+    operator is like none of the table's.
+    """
+    if not interpolate and table.graph_digest != strands.digest:
+        raise InputError(
+            f"{where} was made for graph {table.graph_digest or 'of no name'}, and this run has "
+            f"graph {strands.digest}",
+            hint="profile this run, or add --interpolate to estimate what was not measured",
+        )
+    pair = strands.op_graphs["pair"]
+    times = table.of(pair, interpolate=interpolate)
+    missing = {op.key: op for op in pair.operators if op.key not in table.operators}
+    origin = f"{table.source}, {where}"
+    if not missing:
+        return table, origin
+    estimates = {key: cost_of(op, times[op.id]) for key, op in missing.items()}
+    names = ", ".join(op.id for op in list(missing.values())[:_NAMED])
+    more = ", ..." if len(missing) > _NAMED else ""
+    return replace(
+        table,
+        operators={**table.operators, **estimates},
+        source=f"{table.source}, interpolated",
+        graph_digest=strands.digest,
+    ), (
+        f"{origin}\nestimated: {len(table.estimated(pair))} of {len(pair.operators)} operators, "
+        f"{len(missing)} different ones: {names}{more}"
+    )
+
+
+def describe_model(config: RunConfig) -> str:
+    """`llama, 80 layers of width 8192, sequence 8192 x 1, bfloat16, 64 ranks`."""
+    model, train = config.model, config.train
     return (
-        milliseconds(phase.predicted_ns),
-        milliseconds(phase.exposed_ns),
-        percent(gap),
-        size(peak),
+        f"{model.architecture}, {model.layers} layers of width {model.width}, sequence "
+        f"{config.data.sequence_length} x {train.micro_batch_size}, {train.dtype}, "
+        f"{config.parallel.tensor} ranks"
     )
+
+
+def _read_costs(path: Path) -> CostTable:
+    try:
+        return store.load(path, CostTable)
+    except InputError as error:
+        hint = error.hint or f"write it with: interlace profile RUN -o {path}"
+        raise InputError(error.message, hint=hint) from error
+
+
+def _check_request(config: RunConfig, cost: Path | None, *, interpolate: bool) -> None:
+    if config.train.micro_batches < 2:
+        raise InputError(
+            "a plan pairs two micro-batches, and train.micro_batches = 1",
+            hint="set train.micro_batches to 2 or more",
+        )
+    if config.plan.file:
+        raise InputError(
+            f"plan.file = {config.plan.file!r} is a plan already",
+            hint="leave it out to make a new one: --plan.file ''",
+        )
+    if interpolate and cost is None:
+        raise InputError(
+            "--interpolate estimates what a cost file lacks, and none was given",
+            hint="add --cost cost.json",
+        )
+
+
+def _check_outputs(outputs: Mapping[str, Path | None], cost: Path | None) -> None:
+    """Refuse names that cannot be written before a minute of work instead of after it."""
+    taken = {cost.resolve(): "--cost"} if cost else {}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        whole = path.resolve()
+        if whole.exists() and not whole.is_file():
+            what = "a folder" if whole.is_dir() else "not a regular file"
+            raise InputError(f"{option} {path} is {what}", hint="give the name of a file")
+        if whole in taken:
+            raise InputError(
+                f"{taken[whole]} and {option} are both {path}", hint="give each a name of its own"
+            )
+        taken[whole] = option
+        above = next(parent for parent in whole.parents if parent.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise InputError(
+                f"{option} {path}: cannot write below {above}", hint="name another file"
+            )
+    picture = outputs["--picture"]
+    if picture is not None and picture.suffix != ".png":
+        raise InputError(f"--picture {picture} is not a .png file", hint="end its name in .png")
+
+
+def _write(path: Path, content: bytes) -> None:
+    write_whole(path, content)
+    _say(f"wrote {path}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _stage(words: str) -> Iterator[None]:
+    """`words ... 3.2 s` on standard error."""
+    start = time.perf_counter()
+    print(f"{words} ... ", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    except BaseException:
+        _say("")
+        raise
+    _say(f"{time.perf_counter() - start:.1f} s")

@@ -6,9 +6,9 @@ from typing import Any
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
 from interlace.ir.plan import Plan
-from interlace.ir.timeline import Timeline
+from interlace.ir.timeline import CollectiveRow, Timeline
 from interlace.report.tables import aligned, milliseconds
-from interlace.sim.strands import simulate
+from interlace.sim.step import simulate_step
 
 HEADER = ("collective", "link", "count", "expected ms", "measured ms", "exp. exposed", "exposed ms")
 
@@ -21,23 +21,17 @@ def proof_rows(
     micro_batches: int,
 ) -> list[dict[str, Any]]:
     """Per kind of collective: count, busy and exposed time of one step, expected and measured."""
-    expected: dict[tuple[str, str], list[int]] = {}
-    for name, phase in plan.phases.items():
-        times = costs.of(graphs[name])
-        timeline = simulate(graphs[name], phase.order, times, issue_ns=costs.issue_ns)
-        repeats = micro_batches - 1 if name == "pair" else 1
-        for row in timeline.collective_rows():
-            sums = expected.setdefault((row.kind, row.lane), [0, 0])
-            sums[0] += repeats * row.busy_ns
-            sums[1] += repeats * row.exposed_ns
+    timeline = simulate_step(plan, graphs, costs, micro_batches)
+    expected = {(row.kind, row.lane): row for row in timeline.collective_rows()}
+    nothing = CollectiveRow("", "", 0, 0, 0, 0)
     return [
         {
             "kind": str(row.kind),
             "lane": row.lane,
             "count": row.count,
-            "expected_busy_ms": expected.get((row.kind, row.lane), [0, 0])[0] / 1e6,
+            "expected_busy_ms": expected.get((row.kind, row.lane), nothing).busy_ns / 1e6,
             "measured_busy_ms": row.busy_ns / 1e6,
-            "expected_exposed_ms": expected.get((row.kind, row.lane), [0, 0])[1] / 1e6,
+            "expected_exposed_ms": expected.get((row.kind, row.lane), nothing).exposed_ns / 1e6,
             "measured_exposed_ms": row.exposed_ns / 1e6,
         }
         for row in measured.collective_rows()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import deterministic
 
-from interlace.config import RunConfig, Strands, check, check_world, parse_rate
+from interlace.config import Mode, RunConfig, check, check_world, modes_of, parse_rate
 from interlace.cost.profile import cached, machine_id
 from interlace.errors import InputError
 from interlace.ir.costs import CostTable
@@ -24,10 +24,14 @@ from interlace.models.loss import NextTokenLoss
 from interlace.parallel.meshes import axis_of_group, build_mesh
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.executor import Batch
+from interlace.runtime.profile import profile_strands
+from interlace.runtime.rival import inductor_plan
 from interlace.runtime.strands import Strands as TracedStrands
-from interlace.runtime.strands import build_strands, make_plan, profile_strands
+from interlace.runtime.strands import build_strands
+from interlace.search.planner import make_plan
 from interlace.train.data import Dataset, open_dataset
-from interlace.train.engines import EagerEngine, Engine, StrandEngine, planned_orders
+from interlace.train.engines import EagerEngine, Engine, StrandEngine
+from interlace.train.memory import memory_limits
 from interlace.train.optimizer import build_optimizer, build_schedule
 from interlace.train.weights import MasterWeights
 
@@ -94,7 +98,9 @@ class Session:
     strands: TracedStrands | None = None
     costs: CostTable | None = None
     plan: Plan | None = None
-    engines: dict[Strands, Engine] = field(default_factory=dict)
+    """Of two strands, if there is one."""
+    plans: dict[Mode, Plan] = field(default_factory=dict)
+    engines: dict[Mode, Engine] = field(default_factory=dict)
 
     @property
     def engine(self) -> Engine:
@@ -169,7 +175,7 @@ def _device() -> torch.device:
 
 def _build_engines(session: Session) -> None:
     config = session.config
-    modes = {config.strands, *(config.compare.modes if config.compare.steps else ())}
+    modes = modes_of(config)
     if "eager" in modes:
         session.engines["eager"] = EagerEngine(session.weights, session.mesh)
     if modes == {"eager"}:
@@ -180,45 +186,55 @@ def _build_engines(session: Session) -> None:
             session.weights.module, example, axis_of_group(session.mesh)
         )
     buffers = session.weights.buffers()
-    if "1" in modes:
-        orders = session.strands.sequential_orders()
-        session.engines["1"] = StrandEngine(session.weights, session.strands, orders, buffers)
-    if "2" in modes:
-        _plan(session, example)
-        assert session.plan is not None
-        session.engines["2"] = StrandEngine(
-            session.weights, session.strands, planned_orders(session.plan), buffers
-        )
+    engines: dict[str, StrandEngine] = {}
+    for mode in sorted(modes - {"eager"}):
+        plan = _plan(session, mode, example)
+        if plan.digest not in engines:
+            engines[plan.digest] = StrandEngine(session.weights, session.strands, plan, buffers)
+        session.plans[mode] = plan
+        session.engines[mode] = engines[plan.digest]
+    session.plan = session.plans.get("2")
 
 
-def _plan(session: Session, example: Batch) -> None:
+def _plan(session: Session, mode: Mode, example: Batch) -> Plan:
+    """The plan of a way to run strands."""
     config, strands = session.config, session.strands
     assert strands is not None
-    if config.plan.file:
-        session.plan = read(Path(config.plan.file))
-        if session.plan.graph_digest != strands.digest:
-            raise InputError(
-                f"plan.file = {config.plan.file!r} was made for graph "
-                f"{session.plan.graph_digest}, and this run has graph {strands.digest}",
-                hint="plan again for this model, layout and micro-batch size",
-            )
-        return
-    machine = machine_id(session.device.type, link_label(config))
-    session.costs = cached(
+    if mode == "1":
+        return strands.sequential
+    if mode == "2" and config.plan.file:
+        return _read_plan(config.plan.file, strands)
+    if session.costs is None:
+        session.costs = _measured_costs(config, strands, example, session.device.type)
+    if mode == "inductor":
+        return inductor_plan(strands, session.costs)
+    search = config.plan.search if mode == "2" else mode
+    for plan in session.plans.values():
+        if (plan.search, plan.cost_digest) == (search, session.costs.digest):
+            return plan
+    limits = memory_limits(config, session.weights.module)
+    return make_plan(strands.op_graphs, session.costs, search, limits=limits)
+
+
+def _read_plan(file: str, strands: TracedStrands) -> Plan:
+    plan = read(Path(file))
+    if plan.graph_digest != strands.digest:
+        raise InputError(
+            f"plan.file = {file!r} was made for graph {plan.graph_digest}, and this run has "
+            f"graph {strands.digest}",
+            hint="plan again for this model, layout and micro-batch size",
+        )
+    return plan
+
+
+def _measured_costs(
+    config: RunConfig, strands: TracedStrands, example: Batch, device: str
+) -> CostTable:
+    machine = machine_id(device, link_label(config))
+    repeats = config.plan.profile_repeats
+    return cached(
         cache_directory("costs") if config.plan.cache else None,
         machine,
         strands.digest,
-        lambda: profile_strands(
-            strands,
-            example,
-            session.device.type,
-            repeats=config.plan.profile_repeats,
-            machine=machine,
-        ),
-    )
-    session.plan = make_plan(
-        strands.op_graphs,
-        session.costs,
-        config.plan.search,
-        memory_bytes=int(config.plan.memory_mib * 2**20),
+        lambda: profile_strands(strands, example, device, repeats=repeats, machine=machine),
     )

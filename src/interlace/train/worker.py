@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -18,11 +19,19 @@ SAME_MISTAKE_S = 0.5
 
 
 def main(config: RunConfig) -> int:
-    """Run this rank. Returns the exit code; raises InterlaceError on failure."""
+    """Train as this rank. Returns the exit code; raises InterlaceError on failure."""
+    return run_rank(config, lambda stop: _train(config, stop))
+
+
+def run_rank(config: RunConfig, work: Callable[[StopFlag], int]) -> int:
+    """Join the process group, watched by the others, and do `work`; returns what that returns.
+
+    Raises InterlaceError on failure; a mistake that all ranks see is told by the first one only.
+    """
     with StopFlag() as stop, process_group(config) as store:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if world_size == 1 or not config.watchdog.enabled:
-            return _train(config, stop, store)
+            return _agreed_work(config, work, stop, store)
         with Watchdog(
             store,
             rank,
@@ -30,20 +39,26 @@ def main(config: RunConfig) -> int:
             heartbeat_s=config.watchdog.heartbeat_s,
             dead_after_s=config.watchdog.dead_after_s,
         ):
-            return _train(config, stop, store)
+            return _agreed_work(config, work, stop, store)
 
 
-def _train(config: RunConfig, stop: StopFlag, store: dist.Store) -> int:
+def _agreed_work(
+    config: RunConfig, work: Callable[[StopFlag], int], stop: StopFlag, store: dist.Store
+) -> int:
     # Before anything is built: with other shapes on one rank the first collective would hang.
     check_agreement(_configuration(config) | environment_fields())
     try:
-        if dist.get_rank() == 0:
-            claim_directory(config)
-        session = open_session(config)
+        return work(stop)
     except InputError as error:
         if _first_rank_says(error, store):
             sys.exit(error.exit_code)
         raise
+
+
+def _train(config: RunConfig, stop: StopFlag) -> int:
+    if dist.get_rank() == 0:
+        claim_directory(config)
+    session = open_session(config)
     check_agreement(_built(session))
     Trainer(session).run(stop)
     return 0
@@ -79,6 +94,4 @@ def _built(session: Session) -> dict[str, str]:
     fields = {"data": session.dataset.digest}
     if session.strands is not None:
         fields["graph"] = session.strands.digest
-    if session.plan is not None:
-        fields["plan"] = session.plan.digest
-    return fields
+    return fields | {f"plan of mode {mode}": plan.digest for mode, plan in session.plans.items()}

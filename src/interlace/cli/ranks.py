@@ -1,0 +1,61 @@
+"""Commands that run as ranks: become one of the job around us, or start them on this machine."""
+
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from interlace.cli.run_file import save_run_config
+from interlace.config import RunConfig, check_world
+from interlace.errors import InputError
+from interlace.runtime.launched import adopt_job, follow_launcher
+
+
+def is_rank(config: RunConfig, nproc: int | None) -> bool:
+    """Whether this process is a rank of a job (torchrun, SLURM, `start_ranks`).
+
+    If so it takes the cores that its launcher chose. Raises InputError if the job has another
+    size than `config` needs, or if `--nproc` was given inside a job.
+    """
+    world_size = adopt_job(os.environ)
+    if world_size is None:
+        return False
+    if nproc is not None:
+        raise InputError(
+            f"--nproc {nproc} was given, but this process is already one rank of {world_size} "
+            "(RANK and WORLD_SIZE are set)",
+            hint="drop --nproc, or unset RANK and WORLD_SIZE to start local processes",
+        )
+    check_world(config, world_size)
+    follow_launcher(os.environ)
+    return True
+
+
+def start_ranks(
+    words: Sequence[str], config: RunConfig, nproc: int | None, *, verbose: bool
+) -> None:
+    """Run `interlace WORDS[0] RUN WORDS[1:]` on each of `nproc` ranks here, until all have ended.
+
+    RUN is a file with all of `config`; without `nproc` as many ranks start as the layout needs.
+    Raises as `launch` does.
+    """
+    ranks = config.parallel.tensor if nproc is None else nproc
+    if ranks < 1:
+        raise InputError(f"--nproc {ranks} must be positive", hint="set --nproc to 1 or more")
+    check_world(config, ranks)
+    from interlace.runtime.launch import launch  # noqa: PLC0415  imports torch
+
+    os.environ.setdefault("INTERLACE_COMMAND", shlex.join(["interlace", *sys.argv[1:]]))
+    with tempfile.TemporaryDirectory(prefix="interlace-") as folder:
+        resolved = Path(folder) / "run.toml"
+        save_run_config(config, resolved)
+        name, *rest = words
+        command = [sys.executable, "-u", "-m", "interlace", name, str(resolved), *rest]
+        launch(
+            [*command, "-v"] if verbose else command,
+            ranks=ranks,
+            cores_per_rank=config.train.threads,
+            verbose=verbose,
+        )

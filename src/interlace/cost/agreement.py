@@ -1,0 +1,62 @@
+"""Ranks that measured different times agree on one number each."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+import torch.distributed as dist
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def agree(mine: Mapping[str, float], *, smallest: Collection[str] = ()) -> dict[str, int]:
+    """Per name the largest value of any rank, of the names in `smallest` the smallest one.
+
+    Collective on the default group; every rank must have the same names.
+    """
+    names = sorted(mine)
+    if _alone():
+        return {name: round(mine[name]) for name in names}
+    signs = torch.tensor([-1 if name in smallest else 1 for name in names], dtype=torch.int64)
+    values = torch.tensor([round(mine[name]) for name in names], dtype=torch.int64) * signs
+    values = values.to(_device())
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(names, (values.cpu() * signs).tolist(), strict=True))
+
+
+def average(mine: Mapping[str, float]) -> dict[str, int]:
+    """Per name the mean over ranks. Collective, as `agree`."""
+    names = sorted(mine)
+    values = torch.tensor([mine[name] for name in names], dtype=torch.float64)
+    if not _alone():
+        values = values.to(_device())
+        dist.all_reduce(values)
+        values = values.cpu() / dist.get_world_size()
+    return {name: round(value) for name, value in zip(names, values.tolist(), strict=True)}
+
+
+def broadcast_text(text: str) -> str:
+    """The first rank's text, on all ranks: bytes of announced length. Collective."""
+    if _alone():
+        return text
+    content = bytearray(text.encode())
+    length = torch.tensor([len(content)], dtype=torch.int64, device=_device())
+    dist.broadcast(length, src=0)
+    if not int(length):
+        return ""
+    payload = torch.zeros(int(length), dtype=torch.uint8)
+    if is_first_rank():
+        payload = torch.frombuffer(content, dtype=torch.uint8)
+    payload = payload.to(_device())
+    dist.broadcast(payload, src=0)
+    return payload.cpu().numpy().tobytes().decode()
+
+
+def _alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -1,0 +1,86 @@
+"""What `interlace plan` prints: searches side by side, the phases of a plan, memory of a rank."""
+
+from interlace.ir.phases import PHASES
+from interlace.report.plan_figures import Comparison, Figures
+from interlace.report.tables import aligned, milliseconds, number, percent, size
+
+_HEADER = ("predicted ms", "exposed ms", "hidden", "over bound", "peak memory")
+
+
+def plan_summary(comparison: Comparison) -> str:
+    """Tables of the whole step, of the pair phase and of the chosen plan's phases, and memory."""
+    lines = [
+        f"step of {comparison.best.micro_batches} micro-batches (* is the chosen plan)",
+        step_table(comparison),
+        "",
+        "phase pair: one micro-batch forward beside another backward",
+        pair_table(comparison),
+        "",
+        f"phases of the chosen plan, each by itself (search {comparison.chosen})",
+        phase_table(comparison),
+        "",
+        *memory_lines(comparison),
+    ]
+    lines += [f"search {name} gives no plan: {why}" for name, why in comparison.refused.items()]
+    return "\n".join(lines)
+
+
+def step_table(comparison: Comparison) -> str:
+    """A row per search, after that of one strand, which extra memory and speed-up are against."""
+    rows = [("one strand", *_cells(comparison.one_strand.step), "", "")]
+    for name, figures in comparison.searches.items():
+        extra = _signed_percent(comparison.extra_memory(name))
+        gain = f"{number(comparison.speed_up(name))}x"
+        rows.append((_marked(name, comparison), *_cells(figures.step), extra, gain))
+    return aligned(("search", *_HEADER, "extra", "speed-up"), rows, text_columns=1)
+
+
+def pair_table(comparison: Comparison) -> str:
+    """A row per search."""
+    rows = [
+        (_marked(name, comparison), *_cells(figures.phases["pair"]))
+        for name, figures in comparison.searches.items()
+    ]
+    return aligned(("search", *_HEADER), rows, text_columns=1)
+
+
+def phase_table(comparison: Comparison) -> str:
+    """A row per phase of the chosen plan."""
+    best = comparison.best
+    rows = [
+        (name, f"{len(best.plan.phases[name].order):,}", *_cells(best.phases[name]))
+        for name in PHASES
+    ]
+    return aligned(("phase", "operators", *_HEADER), rows, text_columns=1)
+
+
+def memory_lines(comparison: Comparison) -> tuple[str, str]:
+    """What a rank holds all the time, and what the second strand adds to the rest."""
+    held = comparison.constant_bytes
+    parts = ", ".join(f"{name} {size(count)}" for name, count in held.items() if count)
+    one, two = (f.step.peak_bytes for f in (comparison.one_strand, comparison.best))
+    of_values = _signed_percent(comparison.extra_memory(comparison.chosen))
+    of_all = _signed_percent(comparison.extra_of_all_memory(comparison.chosen))
+    return (
+        f"memory of a rank, always: {size(sum(held.values()))} ({parts})",
+        f"values of the graphs at the peak: {size(one)} with one strand, {size(two)} with two, "
+        f"{of_values}; {of_all} of all memory",
+    )
+
+
+def _cells(figures: Figures) -> tuple[str, ...]:
+    return (
+        milliseconds(figures.predicted_ns),
+        milliseconds(figures.exposed_ns),
+        percent(figures.hidden_fraction) if figures.communication_ns else "-",
+        percent(figures.over_bound),
+        size(figures.peak_bytes),
+    )
+
+
+def _signed_percent(fraction: float) -> str:
+    return f"{100 * fraction:+.1f} %"
+
+
+def _marked(name: str, comparison: Comparison) -> str:
+    return f"{name} *" if name == comparison.chosen else name

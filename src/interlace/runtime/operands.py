@@ -1,0 +1,108 @@
+"""Operators and collectives of a traced chunk with the real inputs that they had in one step."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from interlace.graphs.collectives import CONSUMERS, ISSUE, Pending
+from interlace.graphs.torch_private import process_group
+from interlace.ir.graph import Kind, Operator
+from interlace.runtime.recorder import Recorder
+
+_ISSUE_OF = {kind: issue for issue, kind in ISSUE.values()}
+
+
+@dataclass(frozen=True)
+class ComputeCall:
+    """A compute operator that can be run again and again. One that adds to a buffer adds to a
+    copy."""
+
+    op: Operator
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        """Run it; the result is dropped."""
+        self.target(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A collective that can be started again and again."""
+
+    op: Operator
+    x: Tensor
+    rest: tuple[Any, ...]
+    """Arguments after the tensor: reduce operation, sizes, name of the group."""
+
+    def starts(self, count: int) -> list[Callable[[], Pending]]:
+        """`count` starts. Each works on a copy of its own, as collectives may work in place."""
+        return [self._start(self.x.clone()) for _ in range(count)]
+
+    def _start(self, x: Tensor) -> Callable[[], Pending]:
+        issue = _ISSUE_OF[self.op.kind]
+        options = {"consume": True} if issue in CONSUMERS else {}
+        return lambda: issue(x, *self.rest, **options)
+
+    @property
+    def ranks(self) -> int:
+        """Size of its group, whose name is the last argument."""
+        return process_group(str(self.rest[-1])).size()
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the whole tensor, of which an all-gather is given one rank's part."""
+        return self.x.nbytes * (self.ranks if self.op.kind is Kind.ALL_GATHER else 1)
+
+    def resized(self, full_bytes: int) -> "CollectiveCall":
+        """The same collective on a tensor of about `full_bytes` in all, made of the same values.
+
+        Rounded up to whole rows for each rank.
+        """
+        ranks = self.ranks
+        rows = -(-full_bytes // (self.x.element_size() * ranks))
+        count = rows if self.op.kind is Kind.ALL_GATHER else rows * ranks
+        flat = self.x.reshape(-1)
+        x = flat.repeat(-(-count // max(flat.numel(), 1)))[:count].clone()
+        rest = self.rest
+        if self.op.kind is Kind.ALL_TO_ALL:
+            rest = ([rows] * ranks, [rows] * ranks, *rest[2:])
+        return CollectiveCall(self.op, x, rest)
+
+
+@dataclass
+class Capture(Recorder):
+    """A recorder that also keeps the inputs of the first operator of each key in `wanted`."""
+
+    wanted: Collection[str] = ()
+    compute: dict[str, ComputeCall] = field(default_factory=dict)
+    collectives: dict[str, CollectiveCall] = field(default_factory=dict)
+
+    def _step(
+        self, node: fx.Node, values: dict[fx.Node, Any], root: Any, micro_batch: Mapping[str, int]
+    ) -> Any:
+        graph = self.graphs.get(node.meta.get("strand", ""))
+        op = graph.by_id.get(node.meta["name"]) if graph and node.op == "call_function" else None
+        if op is not None and op.key in self.wanted:
+            self._keep(op, node, fx.node.map_arg(node.args, values.__getitem__))
+        return super()._step(node, values, root, micro_batch)
+
+    def _keep(self, op: Operator, node: fx.Node, args: Any) -> None:
+        if op.is_collective and op.key not in self.collectives:
+            x, *rest = args
+            self.collectives[op.key] = CollectiveCall(op, x.clone(), tuple(rest))
+        elif not op.is_collective and op.key not in self.compute:
+            if _writes(node.target):
+                args = (args[0].clone(), *args[1:])
+            target: Any = node.target
+            self.compute[op.key] = ComputeCall(op, target, tuple(args), dict(node.kwargs))
+
+
+def _writes(target: Any) -> bool:
+    """Whether an operator writes to its first argument."""
+    schema: torch.FunctionSchema | None = getattr(target, "_schema", None)
+    return schema is not None and schema.is_mutable

@@ -1,0 +1,49 @@
+"""A plan by PyTorch's own overlap scheduler, to compare with."""
+
+from interlace.graphs.inductor import inductor_order
+from interlace.ir.costs import CostTable
+from interlace.ir.graph import OpGraph
+from interlace.ir.phases import BACKWARD, FORWARD, PHASES, phase_graphs
+from interlace.ir.plan import PhasePlan, Plan
+from interlace.runtime.strands import Strands
+from interlace.sim.strands import simulate
+
+
+def inductor_plan(strands: Strands, costs: CostTable) -> Plan:
+    """The scheduler's order of each phase, from the same times as any search.
+
+    It moves operators little, so of the pair it is given an order in which both strands progress
+    alike. Raises InputError where torch has no such scheduler.
+    """
+    traced = {FORWARD: strands.chunk.forward, BACKWARD: strands.backward}
+    graphs = phase_graphs(strands.op_graphs[FORWARD], strands.op_graphs[BACKWARD], 0)
+    phases = {}
+    for phase in PHASES:
+        graph, solo_ns = graphs[phase], costs.of(graphs[phase])
+        if phase == "pair":
+            order = inductor_order(traced, alternating(graph, solo_ns), solo_ns)
+        else:
+            full = {f"{phase}.{name}": ns for name, ns in solo_ns.items()}
+            found = inductor_order({phase: traced[phase]}, list(full), full)
+            order = tuple(name.partition(".")[2] for name in found)
+        timeline = simulate(
+            graph, order, solo_ns, issue_ns=costs.issue_ns, contention=costs.contention
+        )
+        phases[phase] = PhasePlan(order, timeline.length_ns, timeline.exposed_ns())
+    return Plan("inductor", graphs["pair"].digest, costs.digest, phases)
+
+
+def alternating(graph: OpGraph, solo_ns: dict[str, int]) -> tuple[str, ...]:
+    """Both strands of `graph` in trace order, each operator where its strand has spent the same
+    share of its time as the other."""
+    totals: dict[str, int] = {}
+    at: dict[str, int] = {}
+    for name in graph.order:
+        strand = name.partition(".")[0]
+        at[name] = totals.get(strand, 0)
+        totals[strand] = at[name] + solo_ns[name]
+
+    def progress(name: str) -> float:
+        return at[name] / max(1, totals[name.partition(".")[0]])
+
+    return tuple(sorted(graph.order, key=progress))

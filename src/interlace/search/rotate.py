@@ -1,0 +1,43 @@
+"""Choose how much of the forward strand runs one phase ahead.
+
+Without a head every phase starts and ends empty: both strands wait for their first collective
+at once, and the last collectives have nothing to run under. With a head that ends with a
+collective, one strand computes while the other communicates from the first operator of a phase on
+(modulo scheduling with the micro-batch as the iteration). A larger head keeps more values of
+the next micro-batch, so among heads that are about as good the smallest is taken.
+"""
+
+from collections.abc import Callable
+
+from interlace.ir.graph import OpGraph
+from interlace.ir.phases import phase_graphs
+from interlace.search.evaluator import Evaluator
+from interlace.search.exact import order_quick
+from interlace.search.problem import Problem
+
+HEADS = 6
+"""Collectives of the forward graph behind which a head may end: about a layer and a half."""
+BUDGET = 3_000
+"""Operators ordered in total while choosing. A deep model, which gains less from a head, takes the
+one that ends behind the second collective: the gather of the first layer's input."""
+AS_GOOD = 1.005
+
+
+def choose_ahead(
+    forward: OpGraph, backward: OpGraph, problem_of: Callable[[OpGraph], Problem]
+) -> int:
+    """Operators of `forward`, in its own order, that should run one phase ahead; 0 for none."""
+    ends = [i + 1 for i, op in enumerate(forward.operators) if op.is_collective][:HEADS]
+    size = len(forward.operators) + len(backward.operators)
+    heads = (0, *ends)[: BUDGET // size]
+    if len(heads) < 2:
+        return ends[1] if len(ends) > 1 else 0
+    lengths = {}
+    for ahead in heads:
+        problem = problem_of(phase_graphs(forward, backward, ahead)["pair"])
+        order = order_quick(problem)
+        if order is not None:
+            world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
+            lengths[ahead] = world.length(world.numbers(order))[0]
+    best = min(lengths.values(), default=0)
+    return min((a for a, length in lengths.items() if length <= AS_GOOD * best), default=0)

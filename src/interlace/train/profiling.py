@@ -1,0 +1,181 @@
+"""`interlace profile`: measure a run's operators, links and pairs on this machine, resumably.
+
+The file that grows while measuring is a CostTable like the finished one. What it already holds is
+not measured again, and all ranks work through the same list, which follows from the graph.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from interlace.config import CompareConfig, RunConfig
+from interlace.cost.agreement import agree, broadcast_text, is_first_rank
+from interlace.cost.profile import machine_id, measure
+from interlace.cost.slowdown import shared_links
+from interlace.errors import InputError
+from interlace.ir import store
+from interlace.ir.costs import CostTable
+from interlace.ir.timeline import Timeline
+from interlace.report.costs import cost_summary
+from interlace.runtime.agreement import check_agreement
+from interlace.runtime.measurements import Measurement, measurements
+from interlace.runtime.profile import Profiler, open_profiler
+from interlace.runtime.signals import StopFlag, agreed
+from interlace.train.session import Session, link_label, open_session
+from interlace.train.worker import run_rank
+
+STOPPED = 130
+FEWEST_PASSES, MOST_PASSES = 5, 40
+PASSES_BUDGET_NS = 5e9
+"""Time for the steps in which every operator is measured alone."""
+
+Progress = Callable[[str, int, int], None]
+"""Called as (what is measured now, measurements done, of how many)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    output: Path
+    again: bool
+
+    @property
+    def partial(self) -> Path:
+        """What was measured so far; removed when the output is written."""
+        return self.output.with_name(self.output.name + ".partial")
+
+
+class _Stopped(Exception):
+    """All ranks were asked to stop."""
+
+
+def profile_command(config: RunConfig, output: Path, *, again: bool, progress: Progress) -> int:
+    """Be one rank of a profile of `config`, written to `output` by the first rank.
+
+    Continues what an interrupted one left in OUTPUT.partial. An output that is current is left
+    alone, and both are measured afresh with `again`. Raises InputError for files of other graphs
+    or machines. Returns the exit code.
+    """
+    config = replace(config, strands="1", compare=CompareConfig(steps=0))
+    return run_rank(config, partial(_profile, config, _Files(output, again), progress))
+
+
+def _profile(config: RunConfig, files: _Files, progress: Progress, stop: StopFlag) -> int:
+    session = open_session(config)
+    assert session.strands is not None
+    check_agreement({"data": session.dataset.digest, "graph": session.strands.digest})
+    machine = machine_id(session.device.type, link_label(config))
+    empty = CostTable(
+        operators={}, source="profile", graph_digest=session.strands.digest, machine=machine
+    )
+    table, is_current = _starting_point(files, empty)
+    first = is_first_rank()
+    if is_current:
+        if first:
+            print(cost_summary(table), file=sys.stderr)
+            print(f"{files.output} is current; --again measures it again", file=sys.stderr)
+        return 0
+    try:
+        table = _measure_all(session, table, files, progress, stop)
+    except _Stopped:
+        if first:
+            kept = f"what was measured is kept in {files.partial}; run it again to continue"
+            print(f"stopped by {stop.requested}; {kept}", file=sys.stderr)
+        return STOPPED
+    if first:
+        store.save(table, files.output)
+        files.partial.unlink(missing_ok=True)
+        print(cost_summary(table), file=sys.stderr)
+        print(files.output)
+    return 0
+
+
+def _measure_all(
+    session: Session, table: CostTable, files: _Files, progress: Progress, stop: StopFlag
+) -> CostTable:
+    strands = session.strands
+    assert strands is not None
+    batches = session.dataset.batches(session.config.train.micro_batch_size)
+    profiler = open_profiler(strands, session.move(next(batches)), session.device.type)
+    todo: list[Measurement] = measurements(profiler, partial(_alone, profiler, stop))
+    for index, each in enumerate(todo):
+        progress(each.name, index, len(todo))
+        if each.is_in(table):
+            continue
+        if agreed(stop, None):
+            raise _Stopped
+        table = each.add_to(table)
+        if is_first_rank():
+            store.save(table, files.partial)
+    progress("done", len(todo), len(todo))
+    return replace(table, links=shared_links(table.lane_pairs))
+
+
+def _alone(profiler: Profiler, stop: StopFlag) -> CostTable:
+    """Every operator and collective alone, in as many steps as the budget allows."""
+
+    def run_once() -> Timeline:
+        if agreed(stop, None):
+            raise _Stopped
+        return profiler.run_once()
+
+    begin = time.perf_counter_ns()
+    run_once()
+    pass_ns = agree({"pass": time.perf_counter_ns() - begin})["pass"]
+    repeats = int(PASSES_BUDGET_NS / max(pass_ns, 1))
+    return measure(
+        run_once,
+        profiler.graphs,
+        repeats=min(MOST_PASSES, max(FEWEST_PASSES, repeats)),
+        machine="",
+        graph_digest="",
+    )
+
+
+def _starting_point(files: _Files, empty: CostTable) -> tuple[CostTable, bool]:
+    """(what is measured already, whether that is all), as the first rank finds it on disk.
+
+    A mistake is raised on every rank alike.
+    """
+    answer: dict[str, str] = {}
+    if is_first_rank():
+        try:
+            table, is_current = _found(files, empty)
+            answer = {"table": store.dumps(table), "current": "yes" if is_current else ""}
+        except InputError as error:
+            answer = {"message": error.message, "hint": error.hint}
+    answer = json.loads(broadcast_text(json.dumps(answer)))
+    if "message" in answer:
+        raise InputError(answer["message"], hint=answer["hint"])
+    return store.loads(answer["table"], CostTable, "the first rank's table"), bool(
+        answer["current"]
+    )
+
+
+def _found(files: _Files, empty: CostTable) -> tuple[CostTable, bool]:
+    if files.output.exists():
+        table = store.load(files.output, CostTable)  # never replace what is no cost table
+        if not files.again:
+            _require_same(table, empty, files.output)
+            return table, True
+    if files.partial.exists() and not files.again:
+        table = store.load(files.partial, CostTable)
+        _require_same(table, empty, files.partial)
+        return table, False
+    return empty, False
+
+
+def _require_same(table: CostTable, wanted: CostTable, path: Path) -> None:
+    for what, theirs, ours in (
+        ("graph", table.graph_digest, wanted.graph_digest),
+        ("machine", table.machine, wanted.machine),
+    ):
+        if theirs != ours:
+            raise InputError(
+                f"{path} was measured for {what} {theirs or 'of no name'}, and this run has "
+                f"{what} {ours}",
+                hint="name another file with --output, or replace it with --again",
+            )

@@ -1,0 +1,173 @@
+"""`interlace plan` as typed: what it writes where, costs from a file, and requests it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from interlace.__main__ import main
+from interlace.cli.run_file import load_run_config
+from interlace.ir import plan as plans
+from interlace.ir import store
+from interlace.ir.costs import CostTable
+from interlace.train import planning
+
+OVERRIDES = {
+    "parallel.tensor": "2",
+    "model.layers": "1",
+    "link.rate": "1gbit",
+    "hardware.peak_tflops": "1",
+    "hardware.memory_gb_per_s": "10",
+}
+SMALL = ["quickstart", "--plan.search=list", *(f"--{k}={v}" for k, v in OVERRIDES.items())]
+
+
+@pytest.fixture(autouse=True)
+def outside_any_job(monkeypatch):
+    """The machine that runs the tests may itself be a SLURM or torchrun job."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def no_tracing(monkeypatch):
+    """A request that cannot work is refused before a minute of tracing, not after it."""
+
+    def trace(_):
+        pytest.fail("traced")
+
+    monkeypatch.setattr(planning, "trace_fake", trace)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> Path:
+    """A cost file for `SMALL`, in the form that `interlace profile` writes."""
+    config = load_run_config("quickstart", OVERRIDES)
+    strands = planning.trace_fake(config)
+    costs, _ = planning.computed_costs(config, strands.op_graphs)
+    path = tmp_path_factory.mktemp("costs") / "cost.json"
+    fields = {name: getattr(costs, name) for name in ("operators", "issue_ns")}
+    store.save(CostTable(**fields, source="profile", graph_digest=strands.digest), path)
+    return path
+
+
+def test_everything_is_written(tmp_path, capsys):
+    """Plan, JSON and picture agree; tables and file names go to stderr, stdout stays empty."""
+    plan, figures, picture = (tmp_path / name for name in ("new/plan.txt", "p.json", "p.png"))
+    arguments = ["-o", str(plan), "--json", str(figures), "--picture", str(picture)]
+    assert main(["plan", *SMALL, *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    for words in ("tracing 1 layers", "search exact ... ", "list *", "one strand", "memory of"):
+        assert words in err
+    assert all(f"wrote {path}" in err for path in (plan, figures, picture))
+    document = json.loads(figures.read_text())
+    read = plans.read(plan)
+    assert document["plan"]["digest"] == read.digest
+    assert document["chosen"] == read.search == "list"
+    assert set(document["searches"]) == {"exact", "list", "paper"}
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_constant_memory_by_hand(tmp_path):
+    """One layer of quickstart over two ranks: elements of each split and whole weight."""
+    config = load_run_config("quickstart", OVERRIDES | {"train.dtype": "bfloat16"})
+    held = planning.constant_bytes(config, planning.trace_fake(config).module)
+    vocabulary, width, ffn = 256, 128, 256
+    split = 2 * vocabulary * width + 4 * width * width + 3 * width * ffn
+    elements = split // 2 + 3 * width
+    rotary = 2 * 4 * 128 * 16
+    assert held == {
+        "weights": 2 * elements,
+        "float32 masters": 4 * elements,
+        "gradient sums": 4 * elements,
+        "optimizer state": 8 * elements,
+        "buffers": rotary,
+    }
+
+
+def test_plan_is_all_of_stdout(capsys):
+    """Without a file the plan itself is what can be piped."""
+    assert main(["plan", *SMALL]) == 0
+    out, _ = capsys.readouterr()
+    assert plans.from_text(out).search == "list"
+
+
+def test_one_layer_of_70b_on_64_ranks(capsys):
+    """Its weights alone would take 5 GB in one process; a rank's share is counted, none is made."""
+    assert main(["plan", "llama-70b", "--model.layers", "1"]) == 0
+    _, err = capsys.readouterr()
+    assert "tracing 1 layers, one of 64 ranks" in err
+    width, ffn, vocabulary = 8192, 28672, 32000
+    split = 4 * width**2 + 3 * width * ffn + 2 * vocabulary * width
+    assert f"(weights {2 * (split // 64 + 3 * width) / 2**20:.1f} MiB, " in err
+
+
+def test_costs_of_a_file(measured, capsys):
+    """A table of this graph is taken as it is, and is named."""
+    assert main(["plan", *SMALL, "--cost", str(measured)]) == 0
+    out, err = capsys.readouterr()
+    assert f"costs: profile, {measured}" in err
+    assert plans.from_text(out).cost_digest == store.load(measured, CostTable).digest
+
+
+def test_costs_of_another_graph(measured, capsys):
+    """Refused with both digests; with --interpolate what is estimated is counted and named."""
+    wider = ["plan", *SMALL, "--model.ffn_width", "512", "--cost", str(measured)]
+    assert main(wider) == 2
+    _, err = capsys.readouterr()
+    digest = store.load(measured, CostTable).graph_digest
+    assert f"{measured} was made for graph {digest}, and this run has graph" in err
+    assert "--interpolate" in err
+    assert main([*wider, "--interpolate"]) == 0
+    _, err = capsys.readouterr()
+    (line,) = (line for line in err.splitlines() if line.startswith("estimated: "))
+    assert "forward.mm" in line
+    assert line.endswith(", ...")
+
+
+def test_a_chosen_search_that_does_not_fit(capsys):
+    """The memory bound is a request like any other."""
+    assert main(["plan", *SMALL, "--plan.memory_mib", "0.01"]) == 2
+    _, err = capsys.readouterr()
+    assert "more than the bound" in err
+    assert "hint: " in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        ("--output {folder}", "--output {folder} is a folder", "name of a file"),
+        ("--output /dev/null", "--output /dev/null is not a regular file", "name of a file"),
+        ("--json {file}/x.json", "--json {file}/x.json: cannot write below", "another file"),
+        ("--json {file} --cost {file}", "--cost and --json are both {file}", "of its own"),
+        ("-o {folder}/a --json {folder}/a", "--output and --json are both", "of its own"),
+        ("--picture {folder}/a.jpg", "a.jpg is not a .png file", ".png"),
+        ("--interpolate", "--interpolate estimates what a cost file lacks", "--cost"),
+        ("--cost {folder}/none.json", "cannot read {folder}/none.json", "interlace profile"),
+        ("--cost {folder}", "cannot read {folder}", "interlace profile"),
+        ("--cost {file}", "{file} is not valid JSON", "interlace profile"),
+        ("--cost {newer}", "{newer} is not a valid CostTable", "this version"),
+        ("--plan.search wombat", 'must be one of "exact", "list", "paper"', "as in"),
+        ("--plan.file plan.txt", "plan.file = 'plan.txt' is a plan already", "leave it out"),
+        ("--strands 1 --train.micro_batches 1", "pairs two micro-batches", "2 or more"),
+        ("--model.kv_heads 3", "is not a multiple of model.kv_heads", "divisor"),
+    ],
+)
+@pytest.mark.usefixtures("no_tracing")
+def test_requests_that_cannot_work(tmp_path, capsys, measured, arguments, message, hint):
+    """Exit code 2 and what to do about it, before anything slow; nothing is left behind."""
+    half, newer = tmp_path / "half.json", tmp_path / "newer.json"
+    text = measured.read_text()
+    half.write_text(text[: len(text) // 2])
+    newer.write_text(json.dumps(json.loads(text) | {"power_watts": 3}))
+    names = {"folder": tmp_path, "file": half, "newer": newer}
+    before = sorted(tmp_path.iterdir())
+    words = [word for word in SMALL if not word.startswith("--plan.search")]
+    assert main(["plan", *words, *arguments.format(**names).split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message.format(**names) in err
+    assert hint in err
+    assert sorted(tmp_path.iterdir()) == before

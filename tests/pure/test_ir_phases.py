@@ -1,0 +1,97 @@
+"""Proves that the phases of a step, run in turn, issue every operator of every micro-batch once,
+after what it needs, however much of the forward strand runs ahead; and what a head costs."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from test_sim import graph
+
+from interlace.ir.costs import CostTable, cost_of
+from interlace.ir.graph import GraphInput, OpGraph
+from interlace.ir.phases import PHASES, phase_graphs, without_head
+from interlace.ir.plan import PhasePlan, Plan, sequential
+from interlace.search.memory import peak_bytes
+from interlace.sim.step import simulate_step
+from interlace.sim.strands import simulate
+from strategies import op_graphs, orders_of
+
+
+def table(graphs: dict[str, OpGraph], ns: int = 10) -> CostTable:
+    operators = {op.key: cost_of(op, ns) for g in graphs.values() for op in g.operators}
+    return CostTable(operators=operators, source="by hand")
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Plan, dict[str, OpGraph], int]:
+    """A random valid plan with a random head, its strands, and a number of micro-batches."""
+    strands = {name: draw(op_graphs(name=name)) for name in ("forward", "backward")}
+    ahead = draw(st.integers(0, len(strands["forward"].operators)))
+    of_phase = phase_graphs(**strands, ahead=ahead)
+    phases = {name: PhasePlan(draw(orders_of(of_phase[name])), 0, 0) for name in PHASES}
+    return Plan("random", "g", "c", phases, ahead), strands, draw(st.integers(2, 5))
+
+
+@given(case=steps())
+def test_a_step_runs_every_operator_of_every_micro_batch_once(
+    case: tuple[Plan, dict[str, OpGraph], int],
+) -> None:
+    """In the simulated step no operator starts before its inputs of the same micro-batch end, and
+    the backward of a micro-batch starts after its forward."""
+    plan, strands, count = case
+    timeline = simulate_step(plan, strands, table(strands), count)
+    ends = {}
+    for span in timeline.spans:
+        is_own = span.name in strands.get(span.strand, strands["forward"]).by_id
+        if span.kind != "wait" and is_own and span.lane == _lane(strands, span):
+            assert (span.strand, span.micro_batch, span.name) not in ends
+            ends[span.strand, span.micro_batch, span.name] = span.end_ns
+            for source in strands[span.strand].by_id[span.name].inputs:
+                begin = span.issue_ns if span.lane != "compute" else span.start_ns
+                assert ends[span.strand, span.micro_batch, source] <= begin
+    every = {
+        (s, i, op.id) for s, g in strands.items() for op in g.operators for i in range(1, count + 1)
+    }
+    assert set(ends) == every
+
+
+def _lane(strands: dict[str, OpGraph], span: object) -> str:
+    return strands[span.strand].by_id[span.name].lane  # type: ignore[attr-defined]
+
+
+@given(case=steps())
+def test_phases_cover_both_graphs(case: tuple[Plan, dict[str, OpGraph], int]) -> None:
+    """Head and rest are disjoint, together the forward graph; `last` is `pair` without the head."""
+    plan, strands, _ = case
+    graphs = phase_graphs(**strands, ahead=plan.ahead)
+    plan.validate(**strands, where="plan")
+    names = [name.partition(".") for name in graphs["pair"].order]
+    assert sorted(name for part, _, name in names if part != "backward") == sorted(
+        strands["forward"].order
+    )
+    assert sorted(without_head(graphs["pair"].order)) == sorted(graphs["last"].order)
+
+
+@given(case=steps())
+def test_one_strand_takes_the_sum_of_its_micro_batches(
+    case: tuple[Plan, dict[str, OpGraph], int],
+) -> None:
+    """With one strand nothing of two micro-batches overlaps but transfers that nobody waits for."""
+    _, strands, count = case
+    plan = sequential(**strands)
+    costs = table(strands)
+    alone = sum(simulate(g, g.order, costs.of(g)).length_ns for g in strands.values())
+    assert simulate_step(plan, strands, costs, count).length_ns <= count * alone
+
+
+def test_values_of_a_head_are_counted_in_both_phases() -> None:
+    """a -> gather -> b -> c, 200 bytes each, cut behind the gather: the head leaves the gathered
+    value, and a, which the transfer may still read; a rest that starts has both."""
+    forward = graph(
+        ("a", "compute", ""), ("g", "tp", "a"), ("b", "compute", "g"), ("c", "compute", "b")
+    )
+    backward = OpGraph("backward", (), (GraphInput("c", "saved", 0),), ())
+    graphs = phase_graphs(forward, backward, 2)
+    assert graphs["forward"].outputs == ("next.a", "next.g")
+    carried = [i for i in graphs["last"].inputs if i.role == "saved" and i.bytes]
+    assert [(i.id, i.bytes) for i in carried] == [("forward.a", 200), ("forward.g", 200)]
+    assert peak_bytes(graphs["last"], graphs["last"].order) == 600
+    assert graphs["last"].by_id["forward.b"].inputs == ()
