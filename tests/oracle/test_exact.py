@@ -98,7 +98,7 @@ def test_merged_chains_hold_every_operator_once(
     assert limit is None or peak_bytes(graph, order) <= limit
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(
     data=st.data(),
     graph=pair_graphs(operators=(1, 4)),
