@@ -125,6 +125,7 @@ def test_a_rank_says_which_one_it_is(calls, monkeypatch, capsys):
         ("train demo --nproc x", 'unable to convert "x" into int', "--help"),
         ("train demo --nproc 0", "--nproc 0 must be positive", "set --nproc"),
         ("train demo --nproc 3", "the world size is 3", "--nproc 2"),
+        ("train llama-70b", "needs 64 ranks, more than a machine", "say --nproc 64"),
         ("train demo --model.heads 9", "is not a multiple of model.heads", "set model.width"),
         ("train demo --train.micro_batches 1", "at least two micro-batches", "or strands to 1"),
         ("plan demo --plan.cash no", "Unknown option: --plan.cash", "--plan.cache"),

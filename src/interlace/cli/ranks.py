@@ -12,6 +12,9 @@ from interlace.config import RunConfig, check_world
 from interlace.errors import InputError
 from interlace.runtime.launched import adopt_job, follow_launcher
 
+MOST_RANKS = 16
+"""So many local processes are started without being asked for by number."""
+
 
 def is_rank(config: RunConfig, nproc: int | None) -> bool:
     """Whether this process is a rank of a job (torchrun, SLURM, `start_ranks`).
@@ -45,6 +48,12 @@ def start_ranks(
     if ranks < 1:
         raise InputError(f"--nproc {ranks} must be positive", hint="set --nproc to 1 or more")
     check_world(config, ranks)
+    if nproc is None and ranks > MOST_RANKS:
+        raise InputError(
+            f"parallel.tensor = {ranks} needs {ranks} ranks, more than a machine usually holds",
+            hint="start it with torchrun or srun on all hosts, plan it with interlace plan, or say "
+            f"--nproc {ranks} to start all of them here",
+        )
     from interlace.runtime.launch import launch  # noqa: PLC0415  imports torch
 
     os.environ.setdefault("INTERLACE_COMMAND", shlex.join(["interlace", *sys.argv[1:]]))
