@@ -16,6 +16,7 @@ from interlace.report.theme import LIGHT, Theme
 _DPI = 200
 _CELL_IN = (1.9, 0.62)
 _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 1.5, 1.5, 1.25, 0.35
+_SUBTITLE_IN = 8.4
 _LOW, _HIGH = "#cf4a3c", "#2f6fd0"
 """Nothing hidden, all hidden."""
 _SUBTITLE = (
@@ -32,7 +33,8 @@ def oef_png(table: CostTable, *, theme: Theme = LIGHT) -> bytes:
     rows, columns, _ = oef_grid(table)
     assert rows, "nothing to draw"
     inner = (_CELL_IN[0] * len(columns), _CELL_IN[1] * len(rows))
-    width, height = _LEFT_IN + inner[0] + _RIGHT_IN, _TOP_IN + inner[1] + _BOTTOM_IN
+    width = max(_SUBTITLE_IN, _LEFT_IN + inner[0] + _RIGHT_IN)
+    height = _TOP_IN + inner[1] + _BOTTOM_IN
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor=theme.background)
 
     def place(left_in: float, width_in: float) -> Axes:
@@ -40,7 +42,7 @@ def oef_png(table: CostTable, *, theme: Theme = LIGHT) -> bytes:
         return figure.add_axes(box, facecolor=theme.row)
 
     image = _cells(place(_LEFT_IN, inner[0]), table, theme)
-    scale = place(width - _RIGHT_IN + 0.3, 0.18)
+    scale = place(_LEFT_IN + inner[0] + 0.3, 0.18)
     figure.colorbar(image, cax=scale, ticks=[0, 0.5, 1])
     scale.tick_params(length=0, labelcolor=theme.muted)
     scale.spines[:].set_visible(False)
