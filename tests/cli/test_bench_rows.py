@@ -124,9 +124,9 @@ def test_a_case_with_fewer_ways_has_fewer_rows() -> None:
 
 
 def test_the_rate_follows_from_the_calibration() -> None:
-    """At 500 Mbit/s, communication takes 100 ms and compute 200: half as fast makes them equal."""
-    assert rate_for(1.0, 200.0, 100.0) == "250mbit"
-    assert rate_for(0.25, 200.0, 100.0) == "1000mbit"
+    """At 300 Mbit/s, communication takes 100 ms and compute 200: half as fast makes them equal."""
+    assert rate_for(1.0, 200.0, 100.0) == "150mbit"
+    assert rate_for(0.25, 200.0, 100.0) == "600mbit"
     assert rate_for(2.0, 200.0, 0.001) == "1mbit"  # never 0, which would be no limit
 
 
