@@ -15,7 +15,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """Run the command of this process and end the process."""
-    code = main()
+    try:
+        code = main()
+    except SystemExit as ended:  # of a rank whose mistake the first rank tells
+        code = ended.code if isinstance(ended.code, int) else 1
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # Threads of the transport and the store may still be in native code, from where the
         # interpreter's shutdown ends them by force, and that aborts the whole process (seen once

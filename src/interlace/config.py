@@ -1,8 +1,7 @@
 """RunConfig: everything that a training run is asked to do, as frozen dataclasses.
 
 The docstring under each field is its help text on the command line and in the reference.
-`check` holds the rules that need no torch and no data; it raises InputError with the field, the
-value and what to set.
+`interlace.rules` says which values can never work.
 """
 
 import re
@@ -15,13 +14,20 @@ Strands = Literal["2", "1", "eager"]
 Search = Literal["exact", "list", "paper"]
 Mode = Literal["eager", "1", "2", "exact", "list", "paper", "inductor"]
 Dtype = Literal["float32", "bfloat16"]
+Recompute = Literal["none", "attention", "layer", "budget"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of the model."""
 
-    architecture: Literal["llama"] = "llama"
+    source: Literal["interlace", "hugging_face"] = "interlace"
+    """`interlace` builds a model of `interlace.models`; `hugging_face` trains the causal language
+    model of a `transformers` configuration as it is."""
+    config: str = ""
+    """Folder with a `config.json`, and weights if there are any. With `source = "interlace"` shape
+    and weights come from there (Llama and GPT-2 checkpoints); empty takes the fields below."""
+    architecture: Literal["llama", "gpt"] = "llama"
     """Which model of `interlace.models` to build."""
     layers: int = 4
     """Number of transformer blocks."""
@@ -34,21 +40,55 @@ class ModelConfig:
     ffn_width: int = 1408
     """Inner size of the feed-forward layer."""
     vocab_size: int = 0
-    """Rows of the embedding; 0 takes the tokenizer's size."""
+    """Rows of the embedding; 0 takes the tokenizer's size, or of token ids the largest one + 1."""
     tied_head: bool = False
     """Whether the output head shares the embedding's weight."""
     rope_theta: float = 10000.0
     """Base of the rotary position frequencies."""
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """How rotary frequencies are stretched for sequences longer than the model was made for."""
+    rope_factor: float = 8.0
+    """By how much frequencies are divided."""
+    rope_low_frequency: float = 1.0
+    """`llama3`: turns over the original length below which a frequency is fully divided."""
+    rope_high_frequency: float = 4.0
+    """`llama3`: turns over the original length above which a frequency is left alone."""
+    rope_original_length: int = 8192
+    """`llama3`: sequence length that the model was made for."""
     norm_eps: float = 1e-5
-    """Added to the mean square inside RMSNorm."""
+    """Added to the mean square or variance inside norms."""
+    dropout: float = 0.0
+    """Probability of dropping an element after attention and feed-forward (GPT)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How ranks share the model."""
+    """How ranks share the model. The product of all degrees is the number of ranks."""
 
+    data_replicate: int = 1
+    """Copies of the model (and of its shards) that each see other data; gradients are summed."""
+    data_shard: int = 1
+    """Ranks that share one copy of masters, optimizer state and gradients, and see other data;
+    -1 takes all ranks that are left."""
+    context: int = 1
+    """Ranks that share each sequence."""
     tensor: int = 1
-    """Ranks that share each layer (tensor + sequence parallel); must be the world size."""
+    """Ranks that share each layer (tensor + sequence parallel)."""
+    pipeline: int = 1
+    """Reserved: must be 1."""
+    expert: int = 1
+    """Reserved: must be 1."""
+    context_method: Literal["ulysses", "ring"] = "ulysses"
+    """`ulysses` exchanges sequence for heads around attention; `ring` sends keys and values around,
+    with the sequence dealt out so that causal work is balanced."""
+    zero: Literal[1, 3] = 3
+    """What `data_shard` shards: 1 masters, gradients and optimizer state, with the weights gathered
+    once a step; 3 the weights too, gathered for each forward and each backward."""
+    reduce: Literal["step", "micro_batch"] = "step"
+    """When gradients are summed over data-parallel ranks: once a step, which keeps whole gradients,
+    or after each micro-batch, which keeps a shard (only with zero = 3)."""
+    bucket_mib: float = 64.0
+    """Largest data-parallel collective; a bucket never holds parameters of two layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +96,12 @@ class DataConfig:
     """Where the text comes from."""
 
     path: str = "stdlib"
-    """`stdlib` (Python's own standard library), or a file, a directory or a glob."""
+    """`stdlib` (Python's own standard library), or a file, a directory or a glob: text, `.jsonl`,
+    or token ids in `.npy` or `.bin`."""
     tokenizer: str = "bytes"
     """`bytes`, or a Hugging Face tokenizer.json (extra `tokenizers`)."""
+    field: str = "text"
+    """Field of each line of a `.jsonl` file that holds the text."""
     sequence_length: int = 256
     """Tokens per sample."""
     held_out: float = 0.02
@@ -109,6 +152,13 @@ class TrainConfig:
     """Micro-batches per evaluation."""
     threads: int = 1
     """CPU threads per rank."""
+    recompute: Recompute = "none"
+    """What backward computes again instead of keeping: nothing, the inside of `attention`, each
+    `layer` from its input, or what fits `recompute_mib` best (PyTorch's min-cut partitioner)."""
+    recompute_mib: float = 0.0
+    """With `budget`: memory for the values that one micro-batch keeps for its backward."""
+    reduce_dtype: Dtype = "float32"
+    """Type in which data-parallel gradients are summed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +225,23 @@ class OutputConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the state of training is saved, and where it is taken from."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 saves none."""
+    directory: str = ""
+    """Where they are kept; empty is `checkpoints` in the output directory."""
+    keep: int = 3
+    """Newest checkpoints that are kept; 0 keeps all."""
+    background: bool = True
+    """Write while training goes on."""
+    resume: str = ""
+    """`latest` goes on from the newest good checkpoint in the directory, or starts afresh without
+    one; otherwise the folder of one checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
     """Facts about the machine that cannot be read from it."""
 
@@ -212,12 +279,19 @@ class RunConfig:
     compare: CompareConfig = field(default_factory=CompareConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain nested values, as in the TOML file."""
         return asdict(self)
+
+
+def world_of(parallel: ParallelConfig) -> int:
+    """Ranks that a layout needs; a `data_shard` of -1 counts as 1."""
+    shard = max(1, parallel.data_shard)
+    return parallel.data_replicate * shard * parallel.context * parallel.tensor
 
 
 def parse_rate(text: str, where: str) -> int:
@@ -231,91 +305,6 @@ def parse_rate(text: str, where: str) -> int:
     return int(float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]])
 
 
-_POSITIVE = (
-    "model.layers",
-    "model.width",
-    "model.heads",
-    "model.kv_heads",
-    "model.ffn_width",
-    "parallel.tensor",
-    "data.sequence_length",
-    "optimizer.learning_rate",
-    "train.steps",
-    "train.micro_batches",
-    "train.micro_batch_size",
-    "train.evaluate_batches",
-    "train.threads",
-    "plan.profile_repeats",
-    "watchdog.heartbeat_s",
-    "model.rope_theta",
-    "model.norm_eps",
-    "optimizer.epsilon",
-)
-_NOT_NEGATIVE = (
-    "model.vocab_size",
-    "optimizer.warmup_steps",
-    "optimizer.weight_decay",
-    "optimizer.clip_norm",
-    "train.evaluate_every",
-    "compare.steps",
-    "plan.trial_steps",
-    "plan.memory_mib",
-    "plan.extra_memory",
-    "plan.extra_memory_mib",
-    "link.latency_us",
-    "output.record_every",
-    "hardware.peak_tflops",
-    "hardware.memory_gb_per_s",
-    "train.seed",
-)
-
-
-def _value(config: RunConfig, name: str) -> Any:
-    table, key = name.split(".")
-    return getattr(getattr(config, table), key)
-
-
-def check(config: RunConfig) -> None:
-    """Raise InputError for values that can never work, whatever the machine."""
-    for name in _POSITIVE:
-        if not 0 < _value(config, name) < float("inf"):
-            raise InputError(
-                f"{name} = {_value(config, name)!r} must be positive", hint=f"set {name} above 0"
-            )
-    for name in _NOT_NEGATIVE:
-        if not 0 <= _value(config, name) < float("inf"):
-            raise InputError(
-                f"{name} = {_value(config, name)!r} must not be negative",
-                hint=f"set {name} to 0 or more",
-            )
-    for name in ("data.held_out", "optimizer.beta1", "optimizer.beta2"):
-        if not 0 < _value(config, name) < 1:
-            raise InputError(
-                f"{name} = {_value(config, name)!r} must lie between 0 and 1",
-                hint=f"set {name} above 0 and below 1",
-            )
-    if not 0 <= config.optimizer.final_fraction <= 1:
-        raise InputError(
-            f"optimizer.final_fraction = {config.optimizer.final_fraction!r} must lie in 0..1",
-            hint="0.1 ends at a tenth of the peak",
-        )
-    ways = config.compare.modes
-    if config.compare.steps and len(set(ways)) < max(1, len(ways)):
-        raise InputError(
-            f"compare.modes = {list(ways)} must name ways of running, each once",
-            hint='set compare.modes to several of them, as in ["eager", "1", "2"]',
-        )
-    if config.link.rate:
-        parse_rate(config.link.rate, "link.rate")
-    if config.watchdog.dead_after_s < 2 * config.watchdog.heartbeat_s:
-        raise InputError(
-            f"watchdog.dead_after_s = {config.watchdog.dead_after_s} is less than two heartbeats "
-            f"of {config.watchdog.heartbeat_s} s",
-            hint="set watchdog.dead_after_s to at least twice watchdog.heartbeat_s",
-        )
-    _check_shapes(config)
-
-
 def modes_of(config: RunConfig) -> frozenset[Mode]:
     """Every way of running a step that this run needs."""
     trial: tuple[Mode, ...] = ("1",) if tries_fallback(config) else ()
@@ -327,53 +316,3 @@ def tries_fallback(config: RunConfig) -> bool:
     """Whether the plan has to prove itself: two strands, and steps enough to tell."""
     steps = config.plan.trial_steps
     return config.strands == "2" and steps > 0 and config.train.steps >= 4 * (steps + 1)
-
-
-def _check_shapes(config: RunConfig) -> None:
-    model, tensor = config.model, config.parallel.tensor
-    if model.width % model.heads:
-        raise InputError(
-            f"model.width = {model.width} is not a multiple of model.heads = {model.heads}",
-            hint="set model.width to heads x head size",
-        )
-    if (model.width // model.heads) % 2:
-        raise InputError(
-            f"the head size {model.width // model.heads} is odd; rotary positions need pairs",
-            hint="set model.width to an even multiple of model.heads",
-        )
-    if model.heads % model.kv_heads:
-        raise InputError(
-            f"model.heads = {model.heads} is not a multiple of model.kv_heads = {model.kv_heads}",
-            hint="set model.kv_heads to a divisor of model.heads",
-        )
-    shares = {
-        "model.heads": model.heads,
-        "model.kv_heads": model.kv_heads,
-        "model.ffn_width": model.ffn_width,
-        "data.sequence_length": config.data.sequence_length,
-        "model.vocab_size": model.vocab_size,
-    }
-    for name, size in shares.items():
-        if size % tensor:
-            raise InputError(
-                f"{name} = {size} cannot be divided among parallel.tensor = {tensor} ranks",
-                hint=f"set {name} to a multiple of {tensor}, or parallel.tensor to a divisor",
-            )
-    if modes_of(config) - {"eager", "1"} and config.train.micro_batches < 2:
-        raise InputError(
-            f"two strands need at least two micro-batches per step, and "
-            f"train.micro_batches = {config.train.micro_batches}",
-            hint="set train.micro_batches to 2 or more (8 hides most), or strands to 1 and "
-            "compare.modes to eager,1",
-        )
-
-
-def check_world(config: RunConfig, world_size: int) -> None:
-    """Raise InputError unless the ranks that exist are the ranks that the layout needs."""
-    if config.parallel.tensor != world_size:
-        raise InputError(
-            f"parallel.tensor = {config.parallel.tensor} needs {config.parallel.tensor} ranks, "
-            f"and the world size is {world_size}",
-            hint=f"start {config.parallel.tensor} ranks (--nproc {config.parallel.tensor}), "
-            f"or set parallel.tensor to {world_size}",
-        )

@@ -10,7 +10,7 @@ import interlace.bench
 from interlace.__main__ import main
 from interlace.bench.imagined import MODELS, configuration
 from interlace.bench.imagined import Case as ImaginedCase
-from interlace.config import check
+from interlace.rules import check
 
 IMAGINED = '''"""One device."""
 CALLS = []

@@ -125,9 +125,11 @@ def test_a_case_with_fewer_ways_has_fewer_rows() -> None:
 
 def test_the_rate_follows_from_the_calibration() -> None:
     """At 300 Mbit/s, communication takes 100 ms and compute 200: half as fast makes them equal."""
-    assert rate_for(1.0, 200.0, 100.0) == "150mbit"
-    assert rate_for(0.25, 200.0, 100.0) == "600mbit"
-    assert rate_for(2.0, 200.0, 0.001) == "1mbit"  # never 0, which would be no limit
+    one = {"compute_ms": 200.0, "communication_ms": 100.0}
+    assert rate_for(1.0, one, "300mbit") == "150mbit"
+    assert rate_for(0.25, one, "300mbit") == "600mbit"
+    nothing = one | {"communication_ms": 0.001}
+    assert rate_for(2.0, nothing, "300mbit") == "1mbit"  # never 0, which would be no limit
 
 
 @pytest.mark.parametrize("size", [FULL, QUICK])

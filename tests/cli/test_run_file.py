@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.cli.run_file import load_run_config, preset_files, save_run_config
-from interlace.config import DataConfig, RunConfig, TrainConfig, check
+from interlace.config import DataConfig, RunConfig, TrainConfig
 from interlace.errors import InputError
+from interlace.rules import check
 
 
 def write(folder: Path, text: str) -> str:

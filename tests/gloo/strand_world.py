@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.config import ModelConfig, OptimizerConfig, ParallelConfig
 from interlace.ir.costs import CostTable
@@ -18,7 +17,7 @@ from interlace.ir.phases import PHASES, phase_graphs
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
-from interlace.parallel.meshes import axis_of_group, build_mesh
+from interlace.parallel.meshes import Meshes, build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.executor import Batch, local
 from interlace.runtime.profile import profile_strands
@@ -76,11 +75,16 @@ class World:
     """One rank's share of a case. `start` holds the masters as they were first."""
 
     case: Case
-    mesh: DeviceMesh
+    meshes: Meshes
     weights: MasterWeights
     strands: Strands
-    buffers: dict[str, Tensor]
+    constants: dict[tuple[str, str], Tensor]
     start: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Gradient sums by parameter name."""
+        return {name: t for (role, name), t in self.constants.items() if role == "gradient"}
 
     def reset(self) -> None:
         """Put the first weights back."""
@@ -91,12 +95,14 @@ class World:
     def costs(self) -> CostTable:
         """Times measured on this machine, equal on all ranks."""
         batch = self.case.batches(0)[0]
-        return profile_strands(self.strands, batch, "cpu", repeats=2, machine="test")
+        return profile_strands(
+            self.strands, batch, "cpu", self.constants, repeats=2, machine="test"
+        )
 
     def engine(self, plan: Plan | None = None) -> StrandEngine:
         """Runs strands as planned; without a plan one strand after the other."""
         plan = plan or self.strands.sequential
-        return StrandEngine(self.weights, self.strands, plan, self.buffers)
+        return StrandEngine(self.weights, self.strands, plan, self.constants)
 
     def planned(self, search: str = "exact", costs: CostTable | None = None) -> StrandEngine:
         """Two strands in the order that a training run would plan here."""
@@ -108,28 +114,28 @@ class World:
         graphs, draw = self.strands.op_graphs, random.Random(seed)
         make = random_order if seed % 2 else depth_first_order
         ahead = draw.choice((0, 1, 5, 20, len(graphs["forward"].operators)))
-        of_phase = phase_graphs(graphs["forward"], graphs["backward"], ahead)
+        of_phase = phase_graphs(graphs, ahead)
         phases = {}
         for name in PHASES:
             order = make(of_phase[name], seed)
             barriers = tuple(draw.sample(order, draw.choice((0, 0, 3))))
             phases[name] = PhasePlan(order, 0, 0, barriers)
-        return Plan("random", graphs["pair"].digest, "-", phases, ahead)
+        return Plan("random", self.strands.digest, "-", phases, ahead)
 
     def eager(self) -> EagerEngine:
         """Plain autograd."""
-        return EagerEngine(self.weights, self.mesh)
+        return EagerEngine(self.weights, self.meshes)
 
 
 def open_world(case: Case, ranks: int) -> World:
     """Build, lay out and trace a case; the process group exists."""
-    mesh = build_mesh(ParallelConfig(tensor=ranks), "cpu")
+    meshes = build_meshes(ParallelConfig(tensor=ranks), "cpu")
     model = case.build()
-    apply_tensor_parallel(model, mesh, model_file("llama").TENSOR_PLAN)
+    apply_tensor_parallel(model, meshes.tensor, model_file("llama").TENSOR_PLAN)
     weights = MasterWeights(NextTokenLoss(model), case.dtype)
-    with loss_context(mesh):
-        strands = build_strands(weights.module, case.batches(0)[0], axis_of_group(mesh))
-    world = World(case, mesh, weights, strands, weights.buffers())
+    with loss_context(meshes.tensor):
+        strands = build_strands(weights.module, case.batches(0)[0], meshes.axis_of_group)
+    world = World(case, meshes, weights, strands, {**weights.constants(), **weights.buffers()})
     world.start = {name: local(p).clone() for name, p in weights.masters.items()}
     return world
 

@@ -49,7 +49,9 @@ def compared(text: str) -> dict[str, Any]:
     config = configuration(text, modes=MODES, memory=True)
     with process_group(config):
         session = open_session(config)
-        buffers = {id(e.buffers) for m, e in session.engines.items() if m != "eager"}  # type: ignore[attr-defined]
+        buffers = {
+            tuple(map(id, e.buffers.values())) for m, e in session.engines.items() if m != "eager"
+        }  # type: ignore[attr-defined]
         summary, timelines = compare(session, batches_of(session), lambda _: None)
         return {
             "summary": summary,

@@ -30,7 +30,9 @@ def start_up() -> dict[str, Any]:
         world = open_world(Case(), 2)
         before = {name: bits(master) for name, master in world.weights.masters.items()}
         batch = world.case.batches(0)[0]
-        table = profile_strands(world.strands, batch, "cpu", repeats=3, machine="test")
+        table = profile_strands(
+            world.strands, batch, "cpu", world.constants, repeats=3, machine="test"
+        )
         after = {name: bits(master) for name, master in world.weights.masters.items()}
         gradients = [float(buffer.abs().max()) for buffer in world.buffers.values()]
         graphs = [world.strands.op_graphs[name] for name in ("forward", "backward")]
@@ -39,7 +41,7 @@ def start_up() -> dict[str, Any]:
         "untouched": before == after and not any(gradients),
         "keys": sorted({op.key for graph in graphs for op in graph.operators}),
         "graph": world.strands.digest,
-        "pair times": sorted(table.of(world.strands.op_graphs["pair"]).values()),
+        "pair times": sorted(table.of(world.strands.pair).values()),
     }
 
 
@@ -70,7 +72,7 @@ def captured() -> dict[str, Any]:
     """A child: what the inputs of captured operators are, and what calling them again does."""
     with gloo_group():
         world = open_world(Case(), 2)
-        profiler = open_profiler(world.strands, world.case.batches(0)[0], "cpu")
+        profiler = open_profiler(world.strands, world.case.batches(0)[0], "cpu", world.constants)
         keys = {op.key for graph in profiler.graphs.values() for op in graph.operators}
         capture = profiler.capture(keys)
         inputs = [a for call in capture.compute.values() for a in call.args]

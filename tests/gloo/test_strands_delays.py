@@ -71,7 +71,7 @@ def facts(world: World) -> dict[str, Any]:
         pauses.compile_into(engine)
         different[name] = []
         for seed in range(SEEDS):
-            pauses.draw.seed(2 * seed + world.mesh.get_rank())
+            pauses.draw.seed(2 * seed + world.meshes.layout.get_rank())
             found = fingerprint(world, engine.step(batches))
             different[name] += differences([expected], [found])
     return {

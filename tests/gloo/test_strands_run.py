@@ -120,7 +120,7 @@ def recorder_facts(world: World) -> dict[str, Any]:
     facts: dict[str, Any] = {"different": {}, "faults": {}, "collectives": {}, "kinds": {}}
     for name, engine in {"one": world.engine(), "two": world.planned()}.items():
         plain = fingerprint(world, engine.step(CASE.batches(0)))
-        timeline = engine.record(CASE.batches(0), name, world.mesh.get_rank())
+        timeline = engine.record(CASE.batches(0), name, world.meshes.layout.get_rank())
         recorded = fingerprint(world, engine.losses)
         facts["different"][name] = differences([plain], [recorded])
         facts["faults"][name] = timeline_faults(timeline, world)
@@ -132,7 +132,7 @@ def recorder_facts(world: World) -> dict[str, Any]:
         ]
     eager = world.eager()
     plain = fingerprint(world, eager.step(CASE.batches(0)))
-    timeline = eager.record(CASE.batches(0), "eager", world.mesh.get_rank())
+    timeline = eager.record(CASE.batches(0), "eager", world.meshes.layout.get_rank())
     facts["different"]["eager"] = differences([plain], [fingerprint(world, eager.losses)])
     facts["eager compute overlaps"] = len(
         overlaps(tuple(s for s in timeline.spans if s.lane == COMPUTE_LANE))

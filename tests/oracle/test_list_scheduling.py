@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph, merge
 from interlace.ir.plan import check
 from interlace.search.bounds import lower_bound_ns
-from interlace.search.list_scheduling import list_schedule
+from interlace.search.list_scheduling import order_list
 from interlace.search.problem import Problem
 from interlace.sim.strands import simulate
 from strategies import op_graphs, pair_graphs, solo_times
@@ -47,18 +47,16 @@ def best_ns(graph: OpGraph, solo_ns: Mapping[str, int], issue_ns: int) -> int:
 def test_planned_orders_lie_between_the_optimum_and_the_sequential_order(
     data: st.DataObject, graph: OpGraph, issue_ns: int
 ) -> None:
-    """bound <= best of all orders <= planned <= sequential, and the plan keeps what it says."""
+    """bound <= best of all orders <= planned <= sequential."""
     solo_ns = data.draw(solo_times(graph))
-    scaled = "forward" if graph.name == "pair" else ""
-    plan = list_schedule(graph, solo_ns, issue_ns=issue_ns, scaled_strand=scaled)
-    check(plan.order, graph, "plan")
-    assert sorted(plan.order) == sorted(graph.order)
-    timeline = simulate(graph, plan.order, solo_ns, issue_ns=issue_ns)
-    assert (plan.predicted_ns, plan.exposed_ns) == (timeline.length_ns, timeline.exposed_ns())
+    order = order_list(Problem(graph, solo_ns, issue_ns))
+    check(order, graph, "plan")
+    assert sorted(order) == sorted(graph.order)
+    planned = simulate(graph, order, solo_ns, issue_ns=issue_ns)
     sequential = simulate(graph, graph.order, solo_ns, issue_ns=issue_ns)
     optimum = best_ns(graph, solo_ns, issue_ns)
     bound = lower_bound_ns(Problem(graph, solo_ns, issue_ns))
-    assert bound <= optimum <= plan.predicted_ns <= sequential.length_ns
+    assert bound <= optimum <= planned.length_ns <= sequential.length_ns
 
 
 @settings(max_examples=50, deadline=None)
@@ -68,8 +66,8 @@ def test_planning_is_deterministic(data: st.DataObject, graph: OpGraph, issue_ns
     solo_ns = data.draw(solo_times(graph))
     twin = OpGraph(graph.name, graph.operators, graph.inputs, graph.outputs)
     shuffled = dict(sorted(solo_ns.items(), reverse=True))
-    first = list_schedule(graph, solo_ns, issue_ns=issue_ns, scaled_strand="forward")
-    assert first == list_schedule(twin, shuffled, issue_ns=issue_ns, scaled_strand="forward")
+    first = order_list(Problem(graph, solo_ns, issue_ns))
+    assert first == order_list(Problem(twin, shuffled, issue_ns))
 
 
 def test_the_planner_finds_the_overlap_that_is_there() -> None:
@@ -98,5 +96,6 @@ def test_the_planner_finds_the_overlap_that_is_there() -> None:
         return OpGraph(name, operators, (), ("c",))
 
     graph = merge("pair", {name: strand(name) for name in ("forward", "backward")})
-    plan = list_schedule(graph, {op.id: 10 for op in graph.operators}, scaled_strand="forward")
-    assert (plan.predicted_ns, plan.exposed_ns) == (40, 0)
+    solo_ns = {op.id: 10 for op in graph.operators}
+    timeline = simulate(graph, order_list(Problem(graph, solo_ns)), solo_ns)
+    assert (timeline.length_ns, timeline.exposed_ns()) == (40, 0)

@@ -49,14 +49,6 @@ def test_an_operator_that_was_not_measured_is_refused() -> None:
     assert TABLE.estimated(graph) == ("q", "p", "z")
 
 
-def test_a_table_of_another_graph_is_refused() -> None:
-    """Also when it happens to know every operator."""
-    TABLE.require(CHAIN)
-    part = graph_of(CHAIN.by_id["a"])
-    with pytest.raises(InputError, match=f"{CHAIN.digest}, and this run has graph {part.digest}"):
-        TABLE.require(part)
-
-
 def measured(target: str, kind: Kind, flops: int, moved: int, ns: int) -> OperatorCost:
     return OperatorCost(ns, 0, kind, target, "compute", moved, flops)
 

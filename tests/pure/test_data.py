@@ -17,6 +17,7 @@ from interlace.train.data import Dataset, find_files, held_out_mask, open_datase
 from interlace.train.tokens import (
     HEADER_BYTES,
     ByteTokenizer,
+    Corpus,
     TokenFile,
     TokenHeader,
     open_tokenizer,
@@ -30,10 +31,19 @@ def counting_dataset(
     tokens: int, *, sequence_length: int = 4, held_out: float = 0.1, seed: int = 1
 ) -> Dataset:
     """A dataset in which token i has the value i, so that a batch tells where it came from."""
-    header = TokenHeader(digest="d", records=tokens, documents=1, skipped=0, text_bytes=tokens)
+    header = TokenHeader(
+        digest="d",
+        records=tokens,
+        documents=1,
+        skipped=0,
+        empty=0,
+        text_bytes=tokens,
+        largest_id=tokens - 1,
+    )
+    records = np.arange(tokens, dtype=np.uint32)
     return Dataset(
         DataConfig(sequence_length=sequence_length, held_out=held_out),
-        tokens=TokenFile(header=header, records=np.arange(tokens, dtype=np.uint32)),
+        tokens=TokenFile(header=header, records=records, vocab_size=tokens),
         tokenizer=ByteTokenizer(),
         seed=seed,
     )
@@ -125,14 +135,41 @@ def test_resuming_gives_the_same_batches(
     assert torch.equal(torch.stack(got), torch.stack(expected))
 
 
-def test_shards_are_disjoint_and_together_are_the_whole_stream() -> None:
-    """Two shares of a batch are the batch of one shard that is twice as large."""
-    dataset = counting_dataset(2000)
-    parts = [dataset.batches(3, shard=shard, num_shards=2) for shard in range(2)]
-    whole = dataset.batches(6)
-    for _ in range(4):
+@settings(deadline=None, max_examples=60)
+@given(
+    samples=st.integers(20, 80),
+    micro_batch=st.integers(1, 5),
+    shards=st.integers(1, 8),
+    position=st.integers(0, 200),
+)
+def test_shards_are_disjoint_and_together_are_the_whole_stream(
+    samples: int, micro_batch: int, shards: int, position: int
+) -> None:
+    """For any number of shards, from any position and over passes: the shares of a round, joined,
+    are the next samples of the stream that one reader takes one by one."""
+    dataset = counting_dataset(samples * 5)
+    parts = [
+        dataset.batches(micro_batch, position, shard=shard, num_shards=shards)
+        for shard in range(shards)
+    ]
+    alone = dataset.batches(1, position)
+    for _ in range(1 + 2 * samples // (micro_batch * shards)):
         joined = torch.cat([next(part)[0] for part in parts])
-        assert torch.equal(joined, next(whole)[0])
+        assert joined.tolist() == [next(alone)[0][0].tolist() for _ in joined]
+        assert {part.position for part in parts} == {alone.position}
+
+
+@pytest.mark.parametrize(("shards", "micro_batches"), [(1, 12), (2, 6), (3, 4), (12, 1)])
+def test_a_step_takes_the_same_samples_however_many_ranks_share_it(
+    shards: int, micro_batches: int
+) -> None:
+    """A step of 12 micro-batches in all is the same set of samples on 1, 2, 3 and 12 shards, so
+    that a run can go on with another number of data-parallel ranks."""
+    dataset = counting_dataset(2000)
+    whole = next(dataset.batches(24, 48))[0]
+    parts = [dataset.batches(2, 48, shard=shard, num_shards=shards) for shard in range(shards)]
+    taken = [next(part)[0] for part in parts for _ in range(micro_batches)]
+    assert sorted(torch.cat(taken)[:, 0].tolist()) == sorted(whole[:, 0].tolist())
 
 
 @pytest.mark.parametrize(
@@ -191,9 +228,11 @@ def test_folder_is_read_in_name_order_and_skips_are_counted(tmp_path: Path) -> N
     assert [file.name for file in find_files(str(root))] == [*texts, "image.png"]
     assert [file.name for file in find_files(f"{root}/**/*.txt")] == texts
     dataset = open_text(root, tmp_path / "cache")
-    assert "2 files" in dataset.summary
+    assert "2 documents" in dataset.summary
+    assert "1 documents skipped: empty" in dataset.summary
     assert "1 files skipped: not UTF-8 text" in dataset.summary
-    tokens = open_tokens(find_files(str(root)), ByteTokenizer(), tmp_path / "cache").records
+    corpus = Corpus(files=find_files(str(root)), tokenizer=ByteTokenizer())
+    tokens = open_tokens(corpus, tmp_path / "cache").records
     assert bytes(tokens) == b"a/z.txt " * 100 + b"\0" + b"b.txt " * 100 + b"\0"
 
 
@@ -206,7 +245,7 @@ def test_folder_is_read_in_name_order_and_skips_are_counted(tmp_path: Path) -> N
         ("folder", "matches no regular file"),
         ("/dev/null", "matches no regular file"),
         ("empty.txt", "holds no text"),
-        ("binary.bin", "holds no text: 1 files, 1 of them not UTF-8"),
+        ("binary.dat", "holds no text: 1 files, 1 of them not UTF-8"),
         ("short.txt", "each must be at least one"),
         ("dangling.txt", "cannot read .*dangling.txt"),
         ("/proc/self/mem", "cannot read /proc/self/mem"),
@@ -223,7 +262,7 @@ def test_bad_paths_are_named(
     Path("linked").mkdir()
     Path("linked/gone.txt").symlink_to("nowhere.txt")
     Path("empty.txt").touch()
-    Path("binary.bin").write_bytes(b"\xff\xfe" * 50)
+    Path("binary.dat").write_bytes(b"\xff\xfe" * 50)
     Path("short.txt").write_text("twenty-five characters...")
     Path("dangling.txt").symlink_to("gone.txt")
     with pytest.raises(InputError, match=message) as caught:

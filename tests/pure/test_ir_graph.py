@@ -75,6 +75,7 @@ CHANGES: list[dict[str, Any]] = [
     {"bytes_in": 9},
     {"bytes_out": 9},
     {"flops": 9},
+    {"writes": ("weight",)},
 ]
 
 

@@ -7,7 +7,7 @@ from test_sim import graph
 
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import GraphInput, OpGraph
-from interlace.ir.phases import PHASES, phase_graphs, without_head
+from interlace.ir.phases import PHASES, derived_orders, phase_graphs
 from interlace.ir.plan import PhasePlan, Plan, sequential
 from interlace.search.memory import peak_bytes
 from interlace.sim.step import simulate_step
@@ -25,7 +25,7 @@ def steps(draw: st.DrawFn) -> tuple[Plan, dict[str, OpGraph], int]:
     """A random valid plan with a random head, its strands, and a number of micro-batches."""
     strands = {name: draw(op_graphs(name=name)) for name in ("forward", "backward")}
     ahead = draw(st.integers(0, len(strands["forward"].operators)))
-    of_phase = phase_graphs(**strands, ahead=ahead)
+    of_phase = phase_graphs(strands, ahead=ahead)
     phases = {name: PhasePlan(draw(orders_of(of_phase[name])), 0, 0) for name in PHASES}
     return Plan("random", "g", "c", phases, ahead), strands, draw(st.integers(2, 5))
 
@@ -61,13 +61,15 @@ def _lane(strands: dict[str, OpGraph], span: object) -> str:
 def test_phases_cover_both_graphs(case: tuple[Plan, dict[str, OpGraph], int]) -> None:
     """Head and rest are disjoint, together the forward graph; `last` is `pair` without the head."""
     plan, strands, _ = case
-    graphs = phase_graphs(**strands, ahead=plan.ahead)
-    plan.validate(**strands, where="plan")
+    graphs = phase_graphs(strands, ahead=plan.ahead)
+    plan.validate(strands, where="plan")
     names = [name.partition(".") for name in graphs["pair"].order]
     assert sorted(name for part, _, name in names if part != "backward") == sorted(
         strands["forward"].order
     )
-    assert sorted(without_head(graphs["pair"].order)) == sorted(graphs["last"].order)
+    assert sorted(
+        derived_orders({"pair": graphs["pair"].order}).get("last", graphs["pair"].order)
+    ) == sorted(graphs["last"].order)
 
 
 @given(case=steps())
@@ -76,7 +78,7 @@ def test_one_strand_takes_the_sum_of_its_micro_batches(
 ) -> None:
     """With one strand nothing of two micro-batches overlaps but transfers that nobody waits for."""
     _, strands, count = case
-    plan = sequential(**strands)
+    plan = sequential(strands)
     costs = table(strands)
     alone = sum(simulate(g, g.order, costs.of(g)).length_ns for g in strands.values())
     assert simulate_step(plan, strands, costs, count).length_ns <= count * alone
@@ -89,7 +91,7 @@ def test_values_of_a_head_are_counted_in_both_phases() -> None:
         ("a", "compute", ""), ("g", "tp", "a"), ("b", "compute", "g"), ("c", "compute", "b")
     )
     backward = OpGraph("backward", (), (GraphInput("c", "saved", 0),), ())
-    graphs = phase_graphs(forward, backward, 2)
+    graphs = phase_graphs({"forward": forward, "backward": backward}, 2)
     assert graphs["forward"].outputs == ("next.a", "next.g")
     carried = [i for i in graphs["last"].inputs if i.role == "saved" and i.bytes]
     assert [(i.id, i.bytes) for i in carried] == [("forward.a", 200), ("forward.g", 200)]

@@ -22,19 +22,19 @@ def plans(draw: st.DrawFn) -> tuple[Plan, dict[str, OpGraph]]:
     """A plan in random orders and its graphs."""
     forward, backward = (draw(op_graphs(name=name)) for name in ("forward", "backward"))
     ahead = draw(st.integers(0, len(forward.operators)))
-    graphs = phase_graphs(forward, backward, ahead)
+    strands = {"forward": forward, "backward": backward}
+    graphs = phase_graphs(strands, ahead)
     phases = {}
     for name in PHASES:
         order = draw(orders_of(graphs[name]))
         barriers = tuple(op for op in order if draw(st.booleans()))
         phases[name] = PhasePlan(order, draw(TIMES), draw(TIMES), barriers)
-    strands = {"forward": forward, "backward": backward}
     return Plan("list", graphs["pair"].digest, "0123456789abcdef", phases, ahead), strands
 
 
 def example() -> tuple[Plan, dict[str, OpGraph]]:
     strands = {"forward": CHAIN, "backward": replace(CHAIN, name="backward")}
-    graphs = phase_graphs(**strands, ahead=0)
+    graphs = phase_graphs(strands, ahead=0)
     phases = {name: PhasePlan(graphs[name].order, 30, 10) for name in PHASES}
     return Plan("list", graphs["pair"].digest, "0123456789abcdef", phases), strands
 
@@ -43,16 +43,16 @@ def example() -> tuple[Plan, dict[str, OpGraph]]:
 def test_a_plan_reads_back(case: tuple[Plan, dict[str, OpGraph]]) -> None:
     """Text and back, for any graph and order; its orders are valid."""
     plan, strands = case
-    again = from_text(to_text(plan, **strands))
+    again = from_text(to_text(plan, strands))
     assert again == plan
     assert again.digest == plan.digest
-    again.validate(strands["forward"], strands["backward"], "plan")
+    again.validate(strands, "plan")
 
 
 def test_a_plan_has_a_column_per_lane() -> None:
     """People read it: collectives stand in the column of their link."""
     plan, strands = example()
-    lines = to_text(plan, **strands).splitlines()
+    lines = to_text(plan, strands).splitlines()
     assert lines[0] == "interlace plan 2"
     assert lines[3:8] == [
         "phase forward  operators 3  predicted_ns 30  exposed_ns 10",
@@ -86,7 +86,7 @@ def test_every_broken_order_is_noticed(
 ) -> None:
     """Any operator dropped, doubled, or moved before something that it needs."""
     plan, strands = case
-    graph = phase_graphs(**strands, ahead=plan.ahead)["pair"]
+    graph = phase_graphs(strands, ahead=plan.ahead)["pair"]
     order = plan.phases["pair"].order
     place = data.draw(st.integers(0, len(order) - 1))
     broken = [
@@ -105,7 +105,7 @@ def test_every_broken_order_is_noticed(
 
 def example_text() -> str:
     plan, strands = example()
-    return to_text(plan, **strands)
+    return to_text(plan, strands)
 
 
 def edited(old: str, new: str, *, times: int = 1) -> str:
@@ -163,7 +163,7 @@ def test_a_plan_for_other_phases_is_refused(change: dict[str, int], message: str
     """`ahead` and the orders must fit each other and the graphs."""
     plan, strands = example()
     with pytest.raises(InputError) as caught:
-        replace(plan, **change).validate(**strands, where="plan.txt")
+        replace(plan, **change).validate(strands, where="plan.txt")
     assert message in caught.value.message
 
 
@@ -173,7 +173,7 @@ def test_a_barrier_stands_behind_an_operator_of_its_phase() -> None:
     pair = replace(plan.phases["pair"], barriers=("forward.a", "forward.z"))
     wrong = replace(plan, phases=plan.phases | {"pair": pair})
     with pytest.raises(InputError, match=r"phase 'pair': a barrier follows 'forward.z'"):
-        wrong.validate(**strands, where="plan")
+        wrong.validate(strands, where="plan")
 
 
 def test_the_digest_is_about_orders_only() -> None:

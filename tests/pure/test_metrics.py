@@ -16,6 +16,7 @@ from interlace.errors import InputError, RunError
 from interlace.train.metrics import (
     MetricsWriter,
     bits_per_byte,
+    in_bits,
     model_flops_per_token,
     peak_flops,
     read_metrics,
@@ -165,6 +166,14 @@ def test_bits_per_byte() -> None:
     """A uniform guess among 256 bytes costs 8 bits; a token of 4 bytes shares its loss."""
     assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8)
     assert bits_per_byte(math.log(65536), 4.0) == pytest.approx(4)
+    assert in_bits(math.log(65536), 4.0) == "4.000 bits per byte"
+
+
+def test_bits_per_token_where_bytes_are_not_known() -> None:
+    """Token ids that were made elsewhere have no bytes: no number is made up, the unit is said."""
+    assert bits_per_byte(1.0, None) is None
+    assert in_bits(math.log(65536), None) == "16.000 bits per token"
+    assert step_line({"step": 1, "loss": 2.0, "bits_per_byte": None}) == "step     1  loss 2.000"
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_figures_of_the_documented_example() -> None:
         "pair": PhasePlan(order, 0, 0),
         "backward": PhasePlan(graphs["backward"].order, 0, 0),
     }
-    figures = plan_figures(Plan("hand", "g", "c", phases), **graphs, costs=costs, micro_batches=3)
+    figures = plan_figures(Plan("hand", "g", "c", phases), graphs, costs=costs, micro_batches=3)
     pair = figures.phases["pair"]
     assert (pair.predicted_ns, pair.exposed_ns, pair.communication_ns) == (27 * MS, 5 * MS, 24 * MS)
     assert 25.9 * MS < pair.bound_ns <= pair.predicted_ns
@@ -104,7 +104,7 @@ def test_one_strand_by_hand() -> None:
     """Every transfer is exposed; the step bound is the link's work between its ends; values
     live from their operator to their last reader."""
     graphs, costs = by_hand()
-    figures = plan_figures(sequential(**graphs), **graphs, costs=costs, micro_batches=2)
+    figures = plan_figures(sequential(graphs), graphs, costs=costs, micro_batches=2)
     assert figures.step.predicted_ns == 2 * 46 * MS
     assert figures.step.exposed_ns == figures.step.communication_ns == 48 * MS
     assert figures.step.hidden_fraction == 0.0
@@ -122,7 +122,7 @@ def test_no_step_beats_its_bound(data: st.DataObject) -> None:
         name: data.draw(op_graphs(operators=(1, 6), name=name)) for name in ("forward", "backward")
     }
     ahead = data.draw(st.integers(0, len(graphs["forward"].operators)))
-    of_phase = phase_graphs(graphs["forward"], graphs["backward"], ahead)
+    of_phase = phase_graphs(graphs, ahead)
     phases = {name: PhasePlan(tuple(data.draw(orders_of(of_phase[name]))), 0, 0) for name in PHASES}
     times = st.integers(0, 1000)
     operators = {
@@ -137,10 +137,10 @@ def test_no_step_beats_its_bound(data: st.DataObject) -> None:
         links=data.draw(st.sampled_from([{}, {"dp": "cable", "tp": "cable"}])),
     )
     count = data.draw(st.integers(2, 4))
-    for plan in (Plan("any", "g", "c", phases, ahead), sequential(**graphs)):
+    for plan in (Plan("any", "g", "c", phases, ahead), sequential(graphs)):
         step = simulate_step(plan, graphs, costs, count)
         # The simulator rounds ends to whole nanoseconds.
-        assert step_bound_ns(**graphs, costs=costs, micro_batches=count) <= step.length_ns + 1
+        assert step_bound_ns(graphs, costs=costs, micro_batches=count) <= step.length_ns + 1
 
 
 def test_searches_are_compared_with_one_strand() -> None:

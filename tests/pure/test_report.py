@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -180,6 +181,24 @@ def test_single_mode_and_unknown_losses(tmp_path: Path) -> None:
     page = _Page((tmp_path / "report.html").read_text())
     assert "Two strands were not compared with another way of running" in page.text
     assert "The last line of metrics.jsonl has no end" in page.text
+
+
+def test_run_on_token_ids_is_shown_in_bits_per_token(tmp_path: Path) -> None:
+    """Where no event knows bits per byte, losses are drawn and named in bits per token."""
+    write_run(tmp_path, modes=("1",), ranks=1, steps=50)
+    path = tmp_path / "metrics.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in events:
+        if "bits_per_byte" in event:
+            event["bits_per_byte"] = None
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    (evaluated,) = [event for event in events if event["event"] == "evaluate"]
+    build_report(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "held-out bits per token" in text
+    assert f"{evaluated['loss'] / math.log(2):.3f}" in text
+    assert "bits per byte" not in text
+    assert "Loss of training batches" in text
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from interlace.config import (
     PlanConfig,
     RunConfig,
     TrainConfig,
+    world_of,
 )
 from interlace.errors import InputError, RunError, nearest
 from interlace.graphs.torch_private import compile_elementwise
@@ -61,6 +62,7 @@ class FreeTransfers:
     """An engine whose collectives take no time on their links."""
 
     def __init__(self, engine: Engine, world: ImaginedWorld) -> None:
+        self.number = 0
         self.engine = engine
         self.world = world
 
@@ -69,7 +71,7 @@ class FreeTransfers:
         with self.world.free_transfers():
             return self.engine.step(batches)
 
-    def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline:
+    def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline | None:
         """As the engine's."""
         with self.world.free_transfers():
             return self.engine.record(batches, label, rank)
@@ -160,7 +162,7 @@ def _step_flops(config: RunConfig) -> float:
         config.model, config.model.vocab_size, config.data.sequence_length
     )
     tokens = config.data.sequence_length * config.train.micro_batch_size
-    return per_token * tokens * config.train.micro_batches / config.parallel.tensor
+    return per_token * tokens * config.train.micro_batches / world_of(config.parallel)
 
 
 def _peak(config: RunConfig, *, on_gpu: bool) -> float | None:

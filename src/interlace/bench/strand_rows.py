@@ -86,7 +86,7 @@ def _speedups(case: Case) -> Iterator[Row]:
 def _fractions(case: Case) -> Iterator[Row]:
     base = "eager" if "eager" in case.modes else "1"
     for metric in ("hidden_fraction", "steady_hidden_fraction"):
-        ours, baseline = case.modes[OURS][metric], case.modes[base][metric]
+        ours, baseline = case.modes[OURS][metric], case.modes[base].get(metric)
         if ours is not None and baseline is not None:
             yield _row(case, metric, ours, baseline)
 
@@ -197,14 +197,12 @@ def _quality(cases: Sequence[Case]) -> str:
         by_metric = {row.metric: row for row in rows_of(case)}
         steady = case.modes[OURS]["steady_hidden_fraction"]
         cpu = by_metric.get("cpu_time_vs_eager")
+        hidden = [case.modes.get(mode, {}).get("hidden_fraction") for mode in COLUMNS]
         rows.append(
             (
                 f"{case.target:g}x",
                 str(case.micro_batches),
-                *(
-                    percent(case.modes[mode]["hidden_fraction"]) if mode in case.modes else "-"
-                    for mode in COLUMNS
-                ),
+                *("-" if fraction is None else percent(fraction) for fraction in hidden),
                 "-" if steady is None else percent(steady),
                 f"{by_metric['predicted_over_measured'].ratio:.3f}",
                 percent(by_metric["gap_to_bound"].ratio or 0.0),

@@ -1,18 +1,19 @@
 """Two strands by each search against one strand and plain eager PyTorch, over several link rates.
 
-Two ranks, one core each, tensor + sequence parallel Llama in float32, of width 2048: wide enough
+Two ranks, one core each, tensor + sequence parallel Llama in float32, of width 2560: wide enough
 that gloo's own work on the core is small beside its transfers. `exact` plans within
 plan.extra_memory, 3 % above one strand; the other searches know no bound. A short run of one strand
-says how long compute and communication take; from it follow the rates at which communication takes
-0.25 to 2 times as long as compute. At each rate all ways of running take turns step by step in one
-run; a step is all micro-batches, warm-up and drain, gradient clipping and AdamW. The first step of
-each way is not counted.
+says how long compute and communication take, and later each point says it again; from that follow
+the rates at which communication takes 0.25 to 2 times as long as compute. At each rate all ways of
+running take turns step by step in one run; a step is all micro-batches, warm-up and drain, gradient
+clipping and AdamW. The first step of each way is not counted.
 """
 
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ class Size:
 _ALL = ("eager", "1", "paper", "list", "exact")
 FULL = Size(
     layers=2,
-    width=2048,
-    sequence_length=128,
+    width=2560,
+    sequence_length=112,
     steps=3,
     points=(
         Point(ratio=0.25, micro_batches=8, modes=_ALL),
@@ -88,9 +89,9 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     with tempfile.TemporaryDirectory(prefix="interlace-bench-") as folder:
         calibration = Point(ratio=0.0, micro_batches=CALIBRATION_MICRO_BATCHES, modes=("1",))
         _, comparison = measure(size, calibration, CALIBRATION_RATE, Path(folder) / "calibration")
-        one = comparison["modes"]["1"]
+        rate = CALIBRATION_RATE
         for number, point in enumerate(map(runnable, size.points)):
-            rate = rate_for(point.ratio, one["compute_ms"], one["communication_ms"])
+            rate = rate_for(point.ratio, comparison["modes"]["1"], rate)
             link, comparison = measure(size, point, rate, Path(folder) / str(number))
             links.add(link.partition(" link")[0])
             cases.append(
@@ -120,11 +121,11 @@ def runnable(point: Point) -> Point:
     return replace(point, modes=tuple(mode for mode in point.modes if mode != "inductor"))
 
 
-def rate_for(ratio: float, compute_ms: float, communication_ms: float) -> str:
-    """The link rate at which communication takes `ratio` times as long as compute, given both
-    times at CALIBRATION_RATE. The time of a transfer goes with the inverse of the rate."""
-    bits_per_s = parse_rate(CALIBRATION_RATE, "CALIBRATION_RATE")
-    wanted = bits_per_s * communication_ms / (ratio * compute_ms)
+def rate_for(ratio: float, one_strand: Mapping[str, Any], rate: str) -> str:
+    """The link rate at which communication takes `ratio` times as long as compute, given how long
+    both took one strand at `rate`. The time of a transfer goes with the inverse of the rate."""
+    communication, compute = one_strand["communication_ms"], one_strand["compute_ms"]
+    wanted = parse_rate(rate, "rate") * communication / (ratio * compute)
     return f"{max(1, round(wanted / 1e6))}mbit"
 
 

@@ -41,6 +41,11 @@ def build_app() -> App:
         config=read_run_file,
     )
     app.command(
+        "interlace.cli.export:export",
+        name="export",
+        help="Write the weights of a run for transformers.",
+    )
+    app.command(
         "interlace.cli.bench:bench", name="bench", help="Measure one claim; without a name, list."
     )
     lab = App(name="lab", help="Hosts with slow links, made of network namespaces.")

@@ -6,7 +6,8 @@ from typing import Annotated
 from cyclopts import App, ArgumentCollection, Parameter, Token
 
 from interlace.cli.run_file import load_run_config
-from interlace.config import RunConfig, check
+from interlace.config import RunConfig
+from interlace.rules import check
 
 Verbose = Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")]
 """Show where an error came from."""

@@ -42,7 +42,7 @@ def profile(
     again
         Measure everything again.
     nproc
-        Processes to start on this machine; parallel.tensor when not given.
+        Processes to start on this machine; as many as the layout needs when not given.
     verbose
         Show where an error came from.
     """

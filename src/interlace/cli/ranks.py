@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from interlace.cli.run_file import save_run_config
-from interlace.config import RunConfig, check_world
+from interlace.config import RunConfig, world_of
 from interlace.errors import InputError
+from interlace.rules import resolve_layout
 from interlace.runtime.launched import adopt_job, follow_launcher
 
 MOST_RANKS = 16
@@ -31,7 +32,7 @@ def is_rank(config: RunConfig, nproc: int | None) -> bool:
             "(RANK and WORLD_SIZE are set)",
             hint="drop --nproc, or unset RANK and WORLD_SIZE to start local processes",
         )
-    check_world(config, world_size)
+    resolve_layout(config, world_size)
     follow_launcher(os.environ)
     return True
 
@@ -44,13 +45,13 @@ def start_ranks(
     RUN is a file with all of `config`; without `nproc` as many ranks start as the layout needs.
     Raises as `launch` does.
     """
-    ranks = config.parallel.tensor if nproc is None else nproc
+    ranks = world_of(config.parallel) if nproc is None else nproc
     if ranks < 1:
         raise InputError(f"--nproc {ranks} must be positive", hint="set --nproc to 1 or more")
-    check_world(config, ranks)
+    config = resolve_layout(config, ranks)
     if nproc is None and ranks > MOST_RANKS:
         raise InputError(
-            f"parallel.tensor = {ranks} needs {ranks} ranks, more than a machine usually holds",
+            f"the layout needs {ranks} ranks, more than a machine usually holds",
             hint="start it with torchrun or srun on all hosts, plan it with interlace plan, or say "
             f"--nproc {ranks} to start all of them here",
         )

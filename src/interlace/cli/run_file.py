@@ -49,9 +49,10 @@ def save_run_config(config: RunConfig, path: Path) -> None:
 
 
 def preset_files() -> dict[str, Path]:
-    """Run files that come with the package, by name."""
-    folder = Path(interlace.presets.__path__[0]) / "runs"
-    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+    """Run files that come with the package, by name; those in `models` only say what to train."""
+    folder = Path(interlace.presets.__path__[0])
+    files = [*sorted((folder / "runs").glob("*.toml")), *sorted((folder / "models").glob("*.toml"))]
+    return {file.stem: file for file in files}
 
 
 def find_run_file(path: str) -> Path:
@@ -147,8 +148,9 @@ def _convert(value: Any, type_: Any) -> Any:
     Raises TypeError with what was expected.
     """
     if get_origin(type_) is Literal:
-        if type(value) in (str, int) and str(value) in get_args(type_):
-            return str(value)
+        choices = {str(choice): choice for choice in get_args(type_)}
+        if type(value) in (str, int) and str(value) in choices:
+            return choices[str(value)]
         raise TypeError("one of " + ", ".join(map(json.dumps, get_args(type_))))
     if get_origin(type_) is tuple:
         if not isinstance(value, list):

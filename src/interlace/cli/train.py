@@ -24,7 +24,7 @@ def train(
     run
         A TOML run file, or the name of a preset (demo, quickstart).
     nproc
-        Processes to start on this machine; parallel.tensor when not given.
+        Processes to start on this machine; as many as the layout needs when not given.
     verbose
         Show where an error came from.
     """

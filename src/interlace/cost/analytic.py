@@ -30,7 +30,7 @@ from interlace.ir.graph import Kind, Operator, OpGraph
 LAUNCH_NS = 5_000
 """Python and dispatcher time per operator, seen on CPU and CUDA alike (4 to 6 us)."""
 
-MEMORY_PASSES = {Kind.ALL_GATHER: 2, Kind.ALL_TO_ALL: 2, Kind.BROADCAST: 2}
+MEMORY_PASSES = {Kind.ALL_GATHER: 2, Kind.ALL_TO_ALL: 2, Kind.BROADCAST: 2, Kind.SEND: 2}
 """Reads and writes of memory per byte on the wire."""
 REDUCING_PASSES = 3
 """Two reads and a write where values are added."""
@@ -106,7 +106,7 @@ def wire_bytes(kind: Kind, full_bytes: int, ranks: int) -> float:
     share = (ranks - 1) / ranks
     if kind is Kind.ALL_REDUCE:
         return 2 * share * full_bytes
-    if kind is Kind.BROADCAST:
+    if kind in (Kind.BROADCAST, Kind.SEND):
         return float(full_bytes)
     return share * full_bytes
 

@@ -6,6 +6,8 @@ ever alive. Where the gradient is a matmul of the buffer's dtype, matmul and add
 kernel (`buffer += a @ b`), which saves a write and a read of the whole gradient.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
@@ -15,9 +17,12 @@ aten = torch.ops.aten
 BUFFER_PREFIX = "gradient_"
 
 
-def accumulate_gradients(chunk: ChunkGraphs, buffer_dtype: torch.dtype) -> StrandGraph:
+def accumulate_gradients(
+    chunk: ChunkGraphs, buffer_dtype: torch.dtype, *, done: Collection[str] = ()
+) -> StrandGraph:
     """The backward graph of `chunk` with accumulation into buffers of `buffer_dtype`, one per
-    parameter, bound under role `gradient`. Changes the graph in place."""
+    parameter, bound under role `gradient`. Changes the graph in place. Gradients of the parameters
+    in `done` are left out: the graph deals with them already."""
     backward = chunk.backward
     graph = backward.graph
     output = output_node(graph)
@@ -26,6 +31,8 @@ def accumulate_gradients(chunk: ChunkGraphs, buffer_dtype: torch.dtype) -> Stran
     gradients = backward.outputs
     output.args = ((),)
     for index, (parameter, gradient) in enumerate(zip(chunk.parameters, gradients, strict=True)):
+        if parameter in done:
+            continue
         with graph.inserting_before(first):
             buffer = graph.placeholder(f"{BUFFER_PREFIX}{index}")
         buffer.meta["val"] = gradient.meta["val"].to(buffer_dtype)

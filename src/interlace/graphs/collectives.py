@@ -5,7 +5,8 @@ it. Executable graphs call the functions of this file instead: they return the w
 a recorder can learn when the transfer really ended, and the waiting is a node of its own.
 """
 
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -110,6 +111,19 @@ ISSUE = {
     _functional.all_reduce.default: (all_reduce, Kind.ALL_REDUCE),
     _functional.all_to_all_single.default: (all_to_all, Kind.ALL_TO_ALL),
 }
+
+
+CALL_OF = {kind: call for call, kind in ISSUE.values()} | {Kind.SEND: all_to_all}
+"""The call that makes a collective of each kind."""
+
+
+def kind_of_collective(target: Any, args: Sequence[Any]) -> Kind:
+    """What a collective of `ISSUE` does. An all-to-all in which each rank reaches one rank only is
+    a send, whose bytes all cross the link."""
+    kind = ISSUE[target][1]
+    if kind is Kind.ALL_TO_ALL and sum(split > 0 for split in args[2]) == 1:
+        return Kind.SEND
+    return kind
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,7 +12,13 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from interlace.errors import InputError
-from interlace.graphs.collectives import ISSUE, group_of, is_collective, is_wait
+from interlace.graphs.collectives import (
+    ISSUE,
+    group_of,
+    is_collective,
+    is_wait,
+    kind_of_collective,
+)
 from interlace.graphs.trace import VIEWS, StrandGraph
 from interlace.ir.graph import COMPUTE_LANE, GraphInput, Kind, Operator, OpGraph
 
@@ -20,7 +27,7 @@ _KINDS = {
     Kind.MATMUL: {"mm", "addmm", "addmm_", "bmm", "baddbmm"},
     Kind.EMBEDDING: {"embedding", "embedding_dense_backward"},
     Kind.REDUCTION: {"sum", "mean", "amax", "max", "_log_softmax", "_softmax", "var_mean"},
-    Kind.MEMORY: {"cat", "clone", "_to_copy", "index_put", "gather", "copy", "zeros_like"},
+    Kind.MEMORY: {"cat", "clone", "_to_copy", "index_put", "gather", "copy", "zeros_like", "copy_"},
     Kind.ACCUMULATE: {"add_"},
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
@@ -31,6 +38,11 @@ def is_free(node: fx.Node) -> bool:
     if node.op in ("placeholder", "get_attr"):
         return True
     return node.target in VIEWS or node.target is operator.getitem or is_wait(node)
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether an operator changes its first argument and allocates nothing."""
+    return str(node.target).split(".")[1].endswith("_")
 
 
 class Storage(NamedTuple):
@@ -77,7 +89,11 @@ def export(
         if is_free(node):
             behind[node] = (inputs, reads)
             continue
-        operators.append(_operator(node, inputs, reads, axis_of_group))
+        operator_ = _operator(node, inputs, reads, axis_of_group)
+        if is_in_place(node):
+            changed = behind[node.all_input_nodes[0]][1]
+            operator_ = replace(operator_, writes=tuple(sorted(changed)))
+        operators.append(operator_)
         behind[node] = (frozenset({node.name}), frozenset())
     outputs = frozenset().union(*(behind[node][0] for node in strand.outputs))
     return OpGraph(
@@ -121,7 +137,6 @@ def _operator(
             )
         lane = axis_of_group[group]
     target = str(node.target)
-    in_place = target.split(".")[1].endswith("_")
     return Operator(
         id=node.name,
         kind=kind,
@@ -131,20 +146,19 @@ def _operator(
         reads=tuple(sorted(reads)),
         key=f"{target} {' '.join(_shape(value) for value in arguments)} {lane}".strip(),
         bytes_in=sum(_bytes(value) for value in arguments),
-        bytes_out=0 if in_place else _bytes(node.meta.get("val")),
+        bytes_out=0 if is_in_place(node) else _bytes(node.meta.get("val")),
         flops=_flops(node),
     )
 
 
 def _kind(node: fx.Node) -> Kind:
     if is_collective(node):
-        known = ISSUE.get(node.target)  # type: ignore[arg-type]
-        if known is None:
+        if node.target not in ISSUE:
             raise InputError(
                 f"collective {node.target} is not supported in a traced graph",
                 hint="known: " + ", ".join(sorted(str(target) for target in ISSUE)),
             )
-        return known[1]
+        return kind_of_collective(node.target, node.args)
     return kind_of_target(node.target)
 
 
@@ -197,9 +211,12 @@ def _flops(node: fx.Node) -> int:
 
 
 def _attention_flops(node: fx.Node, *, backward: bool) -> int:
-    """Two matmuls forward, five backward, each 2 B H S S E; half of it when causal."""
-    query = node.args[1 if backward else 0]
+    """Two matmuls forward, five backward, each 2 B H S T E; half of it when causal."""
+    query, key = node.args[1:3] if backward else node.args[:2]
     assert isinstance(query, fx.Node)
+    assert isinstance(key, fx.Node)
     *batch_heads, length, size = query.meta["val"].shape
-    causal = any(argument is True for argument in node.args)
-    return (5 if backward else 2) * 2 * prod(batch_heads) * length**2 * size // (1 + causal)
+    pairs = length * key.meta["val"].shape[-2]
+    names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    causal = dict(zip(names, node.args, strict=False)).get("is_causal", False)
+    return (5 if backward else 2) * 2 * prod(batch_heads) * pairs * size // (2 if causal else 1)

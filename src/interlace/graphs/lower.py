@@ -101,8 +101,11 @@ class _Builder:
                 self.barrier()
 
     def barrier(self) -> None:
-        """Append the waits of all collectives of this graph that nobody has waited for."""
+        """Append the waits of all collectives of this graph that nobody has waited for, except
+        those that are handed to the next phase in flight, where they are waited for."""
         for strand, node in self.flying:
+            if node in self.parts[strand].outputs:
+                continue
             for user in node.users:
                 if (strand, user) not in self.done:
                     self._append(strand, user)

@@ -2,7 +2,8 @@
 
     _dynamo.functional_export.dynamo_graph_capture_for_export   module -> fx module, no guards
     _functorch.aot_autograd.aot_export_joint_with_descriptors   forward and backward in one graph
-    _functorch.partitioners.default_partition                   cut in two; saves all it needs
+    _functorch.partitioners.min_cut_rematerialization_partition, _functorch.config
+                                                                what to keep within a budget
     _functorch._aot_autograd.descriptors                        what each input and output is
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
     distributed._functional_collectives.AsyncCollectiveTensor   what eager DTensor waits on
@@ -14,7 +15,7 @@ The exit stack given to the joint export must be closed before anything real run
 fake mode is active. A DTensor input becomes two placeholders, its local tensor and its mesh.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
+    InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTInput,
     SubclassGetAttrAOTInput,
@@ -34,11 +36,11 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._functorch.partitioners import default_partition
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "AsyncCollectiveTensor",
@@ -53,7 +55,9 @@ __all__ = [
     "inductor_schedule",
     "init_fake_world",
     "input_of",
+    "min_cut_saved",
     "process_group",
+    "set_input",
     "tree_leaves",
 ]
 
@@ -65,12 +69,13 @@ class InputOf:
     role: str
     """`parameter`, `buffer`, `batch`, `tangent`, `mesh` or `saved`."""
     target: str
-    """Qualified name of the parameter or buffer, index of the batch input, or empty."""
+    """Qualified name of the parameter or buffer (of a mesh: its parameter), index of the batch
+    input, or empty."""
 
 
 @dataclass(frozen=True)
 class GradientOf:
-    """What a backward output stands for."""
+    """What an output of a backward stands for."""
 
     parameter: str
     placements: tuple[Placement, ...] | None
@@ -79,63 +84,114 @@ class GradientOf:
 
 @dataclass(frozen=True)
 class Joint:
-    """A captured chunk, cut into forward and backward."""
+    """A captured chunk: forward and backward in one graph, in the order in which they ran."""
 
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    gradients: tuple[GradientOf | None, ...]
-    """Per backward output; None for outputs that are no gradient (meshes, absent gradients)."""
+    graph: fx.Graph
+    """Returns the loss, then gradients."""
+    root: nn.Module
+    """Holds the constants of the graph."""
+    gradients: tuple[GradientOf, ...]
+    """What the outputs after the loss are."""
+    writes: tuple[tuple[InputOf, fx.Node], ...] = ()
+    """Inputs that the forward writes to, and the node with the value that each gets."""
 
 
 def capture(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Joint:
     """Trace `module(*example_inputs) -> scalar loss`. No collective runs, no memory is touched
     when the module holds fake tensors."""
     captured: Any = dynamo_graph_capture_for_export(module)(*example_inputs)
-    stack = ExitStack()
-    try:
+    with ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(stack, captured, example_inputs)
-        forward, backward = default_partition(joint.graph_module, [], num_fwd_outputs=1)
-    finally:
-        stack.close()
-    return Joint(forward, backward, _gradients(joint, backward))
+    graph = joint.graph_module.graph
+    for node in graph.find_nodes(op="placeholder"):
+        node.meta[_INPUT] = _described(node.meta["desc"])
+    output = next(iter(graph.find_nodes(op="output")))
+    pairs = list(zip(output.args[0], output.meta.pop("desc"), strict=True))
+    writes = [
+        (_described(desc.mutated_input), node)
+        for node, desc in pairs
+        if isinstance(desc, InputMutationAOTOutput)
+    ]
+    (loss, *others), (_, *descriptors) = zip(*pairs[len(writes) :], strict=True)
+    layouts = _gradient_layouts(joint)
+    found = [
+        (node, GradientOf(parameter, layouts.get(index)))
+        for index, (node, desc) in enumerate(zip(others, descriptors, strict=True))
+        if (parameter := _parameter_of(desc)) and node is not None
+    ]
+    output.args = ((loss, *(node for node, _ in found)),)
+    return Joint(graph, joint.graph_module, tuple(gradient for _, gradient in found), tuple(writes))
 
 
-def _gradients(joint: Any, backward: fx.GraphModule) -> tuple[GradientOf | None, ...]:
-    output = next(n for n in backward.graph.nodes if n.op == "output")
+_INPUT = "input_of"
+
+
+def _gradient_layouts(joint: Any) -> dict[int, tuple[Placement, ...]]:
+    """By the gradient's place among the outputs after the loss, for gradients of DTensors."""
     subclass_meta = joint._aot_graph_capture.maybe_subclass_meta  # None without DTensors
-    layouts = {}
-    for meta in getattr(subclass_meta, "grad_input_metas", None) or ():
-        start = getattr(meta, "flat_tensor_start_idx", None)
-        if start is not None:
-            layouts[start] = tuple(meta.original_subclass.placements)
-    found: list[GradientOf | None] = []
-    for index, desc in enumerate(output.meta["desc"]):
-        local = isinstance(desc, SubclassGetAttrAOTOutput)
-        base = desc.base if local else desc
-        whole = not local or desc.attr == "_local_tensor"
-        if isinstance(base, GradAOTOutput) and isinstance(base.grad_of, ParamAOTInput) and whole:
-            found.append(GradientOf(base.grad_of.target, layouts.get(index) if local else None))
-        else:
-            found.append(None)
-    return tuple(found)
+    metas = getattr(subclass_meta, "grad_input_metas", None) or ()
+    return {
+        meta.flat_tensor_start_idx: tuple(meta.original_subclass.placements)
+        for meta in metas
+        if hasattr(meta, "flat_tensor_start_idx")
+    }
 
 
-def input_of(placeholder: fx.Node) -> InputOf:
-    """What a placeholder of a captured graph stands for."""
-    desc = placeholder.meta.get("desc")
+def _parameter_of(desc: Any) -> str:
+    """The parameter whose (local) gradient an output is, or empty."""
+    if isinstance(desc, SubclassGetAttrAOTOutput):
+        desc = desc.base if desc.attr == "_local_tensor" else None
+    if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput):
+        return desc.grad_of.target
+    return ""
+
+
+def _described(desc: Any) -> InputOf:
     if isinstance(desc, SubclassGetAttrAOTInput):
-        if desc.attr != "_local_tensor":
-            return InputOf("mesh", "")
-        desc = desc.base
+        base = _described(desc.base)
+        return base if desc.attr == "_local_tensor" else InputOf("mesh", base.target)
     if isinstance(desc, ParamAOTInput):
         return InputOf("parameter", desc.target)
     if isinstance(desc, BufferAOTInput):
         return InputOf("buffer", desc.target)
     if isinstance(desc, PlainAOTInput):
         return InputOf("batch", str(desc.idx))
-    if isinstance(desc, TangentAOTInput):
-        return InputOf("tangent", "")
-    return InputOf("saved", placeholder.name)
+    assert isinstance(desc, TangentAOTInput), desc
+    return InputOf("tangent", "")
+
+
+def min_cut_saved(
+    joint: fx.GraphModule, share: float, must_save: Iterable[fx.Node]
+) -> frozenset[str]:
+    """Names of the nodes of a joint graph that PyTorch's min-cut partitioner keeps for backward
+    at an activation memory budget of `share` (0..1). Changes `joint`.
+
+    Placeholders named `tangents_...` start the backward; the first output is the forward's. By
+    default the partitioner pins every collective's result, for ranks might cut differently; here
+    all ranks cut the same graph, so results of collectives are chosen like any other value.
+    """
+    from torch._functorch import config, partitioners  # noqa: PLC0415 - loads inductor when called
+
+    for node in must_save:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    options = {
+        "activation_memory_budget": share,
+        "unsafe_allow_optimization_of_collectives": True,
+        "cse": False,  # equal nodes stay apart, so that names and bits do too
+    }
+    with config.patch(options):
+        _, backward = partitioners.min_cut_rematerialization_partition(joint, [], num_fwd_outputs=1)
+    return frozenset(node.name for node in backward.graph.find_nodes(op="placeholder"))
+
+
+def input_of(placeholder: fx.Node) -> InputOf:
+    """What a placeholder of a captured graph, or of a part of one, stands for."""
+    return placeholder.meta.get(_INPUT) or InputOf("saved", placeholder.name)
+
+
+def set_input(placeholder: fx.Node, what: InputOf) -> None:
+    """Say what a placeholder stands for."""
+    placeholder.meta[_INPUT] = what
 
 
 def init_fake_world(world_size: int) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Placement
 
-from interlace.errors import InputError
+from interlace.graphs.cut import cut
 from interlace.graphs.torch_private import Joint, capture, input_of
+from interlace.graphs.trace_errors import explained, refuse_collectives, refuse_writes
 
 aten = torch.ops.aten
 VIEWS = frozenset(
@@ -61,7 +62,7 @@ class StrandGraph:
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
         """Output nodes: loss and saved values forward, gradients backward."""
-        return tuple(node for node in _output_values(self.graph) if node is not None)
+        return output_values(self.graph)
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,11 @@ def output_node(graph: fx.Graph) -> fx.Node:
     return next(node for node in reversed(graph.nodes) if node.op == "output")
 
 
-def _output_values(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
-    """What a graph returns; gradients that do not exist are None."""
+def output_values(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """What a graph returns."""
     values = output_node(graph).args[0]
     assert isinstance(values, (tuple, list))
-    return tuple(value if isinstance(value, fx.Node) else None for value in values)
+    return tuple(value for value in values if isinstance(value, fx.Node))
 
 
 def trace_chunk(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> ChunkGraphs:
@@ -95,23 +96,34 @@ def trace_chunk(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> ChunkG
 
     Raises InputError naming what could not be traced.
     """
-    try:
+    return bind(trace_joint(module, example_inputs))
+
+
+def trace_joint(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Joint:
+    """Forward and backward of `module(*example_inputs) -> scalar loss` in one graph.
+
+    Raises InputError naming what could not be traced.
+    """
+    with explained(module):
         joint = capture(module, example_inputs)
-    except Exception as error:  # dynamo raises many types; the text names the line of the module
-        raise InputError(
-            f"{type(module).__name__} cannot be traced: {type(error).__name__}: {error}",
-            hint="remove data-dependent control flow from its forward, or use strands = eager",
-        ) from error
-    return _bind(joint)
+    refuse_writes(module, joint.writes)
+    refuse_collectives(module, joint.graph)
+    return joint
 
 
-def _simplify(graph: fx.Graph) -> None:
-    """Drop nodes that only rename a value; node order and arithmetic stay."""
+def _simplify(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Drop nodes that only rename a value; node order and arithmetic stay. Returns the outputs,
+    which the graph no longer has: replacing one among thousands is slow."""
+    outputs = output_values(graph)
+    output_node(graph).args = ((),)
+    kept: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         source = _same_value(node)
         if source is not None:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+            kept[node] = source
+    return tuple(kept.get(node, node) for node in outputs)
 
 
 def _same_value(node: fx.Node) -> fx.Node | None:
@@ -128,37 +140,32 @@ def _same_value(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _bind(joint: Joint) -> ChunkGraphs:
-    forward, backward = joint.forward.graph, joint.backward.graph
-    names = [node.name if node is not None else "" for node in _output_values(forward)]
-    _simplify(forward)
-    _simplify(backward)
-    pairs = zip(names, _output_values(forward), strict=True)
-    values = {name: node for name, node in pairs if node is not None}
+def bind(joint: Joint) -> ChunkGraphs:
+    """Cut a joint graph in two, drop nodes that compute nothing, and say what each input is."""
+    forward, backward = cut(joint.graph)
+    names = [node.name for node in output_values(forward)]
+    values = dict(zip(names, _simplify(forward), strict=True))
     loss = values[names[0]]
     gradients = {
         gradient.parameter: (node, gradient.placements)
-        for node, gradient in zip(_output_values(backward), joint.gradients, strict=True)
-        if gradient is not None and node is not None
+        for node, gradient in zip(_simplify(backward), joint.gradients, strict=True)
     }
-    _set_outputs(backward, [node for node, _ in gradients.values()])
+    set_outputs(backward, [node for node, _ in gradients.values()])
     _share_saved(backward, values)
     _copy_parameter_views(backward, values)
-    _drop_unused_inputs(backward)
+    drop_unused_inputs(backward)
 
-    bindings = {n.name: _binding(n) for n in backward.nodes if n.op == "placeholder"}
+    bindings = {n.name: _handed_over(n) for n in backward.nodes if n.op == "placeholder"}
     saved = tuple(name for name, binding in bindings.items() if binding.role == "saved")
-    _set_outputs(forward, [loss, *(values[name] for name in saved)])
-    _drop_unused_inputs(forward)
-    joint.forward.recompile()
-    joint.backward.recompile()
+    set_outputs(forward, [loss, *(values[name] for name in saved)])
+    drop_unused_inputs(forward)
     return ChunkGraphs(
         forward=StrandGraph(
             "forward",
-            joint.forward,
+            fx.GraphModule(joint.root, forward),
             {n.name: _binding(n) for n in forward.nodes if n.op == "placeholder"},
         ),
-        backward=StrandGraph("backward", joint.backward, bindings),
+        backward=StrandGraph("backward", fx.GraphModule(joint.root, backward), bindings),
         saved=saved,
         parameters=tuple(gradients),
         placements={name: placements for name, (_, placements) in gradients.items()},
@@ -182,7 +189,14 @@ def _binding(placeholder: fx.Node) -> Binding:
     return Binding(source.role, source.target)
 
 
-def _set_outputs(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+def _handed_over(placeholder: fx.Node) -> Binding:
+    """What an input of the backward is; the forward hands on what it needs of the batch."""
+    binding = _binding(placeholder)
+    return Binding("saved", placeholder.name) if binding.role == "batch" else binding
+
+
+def set_outputs(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Make a graph return `nodes`, and drop what then nobody uses."""
     output = output_node(graph)
     output.args = (tuple(nodes),)
     output.meta.pop("desc", None)
@@ -201,7 +215,8 @@ def _must_stay(node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _drop_unused_inputs(graph: fx.Graph) -> None:
+def drop_unused_inputs(graph: fx.Graph) -> None:
+    """Erase placeholders that nobody reads."""
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users:
             graph.erase_node(node)

@@ -102,6 +102,8 @@ class Cluster:
         hosts, local = len(per_host), max(per_host.values())
         steps = (len(ranks) - 1) * (2 if kind is Kind.ALL_REDUCE else 1)
         network_steps = steps * (hosts - 1) // (len(ranks) - 1)
+        if kind is Kind.SEND:
+            steps, network_steps = 1, int(hosts > 1)
         latency_us = (
             BASE_LATENCY_US
             + network_steps * self.inter_host.step_latency_us
@@ -121,10 +123,13 @@ def _wire_bytes(
     """Bytes that one device sends (inside its host, to other hosts).
 
     A gathered or reduced tensor crosses into each host once, shared among the ports of its `local`
-    devices; pieces of an all-to-all have one reader each and cross for every rank.
+    devices; pieces of an all-to-all have one reader each and cross for every rank. A send has one
+    reader; where ranks are on several hosts, the last device of each sends to another host.
     """
     if kind is Kind.ALL_TO_ALL:
         return full_bytes * (local - 1) / ranks, full_bytes * (ranks - local) / ranks
+    if kind is Kind.SEND:
+        return float(full_bytes) * (local > 1), float(full_bytes) * (hosts > 1)
     passes = 2 if kind is Kind.ALL_REDUCE else 1
     inside, across = (local - 1) / local, (hosts - 1) / hosts / local
     if kind is Kind.BROADCAST:

@@ -176,15 +176,6 @@ class CostTable:
         """Ids of the operators of `graph` whose key is not in the table."""
         return tuple(op.id for op in graph.operators if op.key not in self.operators)
 
-    def require(self, graph: OpGraph) -> None:
-        """Raise InputError unless the table was made for `graph`."""
-        if self.graph_digest != graph.digest:
-            raise InputError(
-                f"the cost table was made for graph {self.graph_digest or 'of no name'}, and this "
-                f"run has graph {graph.digest}",
-                hint="profile this run, or ask for interpolation",
-            )
-
     @property
     def contention(self) -> Contention:
         """Slow-downs by kinds: of several lanes the worst counts."""

@@ -32,11 +32,19 @@ class Kind(StrEnum):
     ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
     BROADCAST = "broadcast"
+    SEND = "send"
     OTHER = "other"
 
 
 COLLECTIVES = frozenset(
-    {Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BROADCAST}
+    {
+        Kind.ALL_GATHER,
+        Kind.REDUCE_SCATTER,
+        Kind.ALL_REDUCE,
+        Kind.ALL_TO_ALL,
+        Kind.BROADCAST,
+        Kind.SEND,
+    }
 )
 
 
@@ -61,6 +69,8 @@ class Operator:
     bytes_out: int
     """Bytes of the storage that it allocates."""
     flops: int
+    writes: tuple[str, ...] = ()
+    """Graph inputs that it changes in place, such as a gradient sum."""
 
     @property
     def is_collective(self) -> bool:
@@ -74,7 +84,8 @@ class GraphInput:
 
     id: str
     role: str
-    """`parameter`, `buffer`, `batch`, `saved`, `tangent`, `gradient` or `mesh`."""
+    """`parameter`, `buffer`, `batch`, `saved`, `tangent`, `gradient`, `shard`, `shard_gradient` or
+    `mesh`."""
     bytes: int
 
 
@@ -144,6 +155,7 @@ def merge(name: str, graphs: dict[str, OpGraph]) -> OpGraph:
             fields["id"] = prefix + op.id
             fields["inputs"] = tuple(prefix + i for i in op.inputs)
             fields["reads"] = tuple(prefix + i for i in op.reads)
+            fields["writes"] = tuple(prefix + i for i in op.writes)
             operators.append(Operator(**fields))
         inputs += [GraphInput(prefix + i.id, i.role, i.bytes) for i in graph.inputs]
         outputs += [prefix + i for i in graph.outputs]

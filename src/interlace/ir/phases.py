@@ -11,37 +11,102 @@ With two strands, a step of M micro-batches runs
 The head is the first `ahead` operators of the forward graph. Running it one phase ahead means
 that no phase starts with both strands waiting for their first collective: a phase begins in the
 middle of a forward pass. With `ahead` = 0 there is no head, and `last` is `pair`.
+
+What data-parallel ranks exchange once a step has strands of its own: `gather` (weights) runs
+inside `forward`, `reduce` (gradients) inside `backward`. With one strand the other micro-batches
+then run `again` (a forward without `gather`) and `before` (a backward without `reduce`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from interlace.ir.graph import GraphInput, Operator, OpGraph, merge
+from interlace.ir.weave import weave
 
 PHASES = ("forward", "pair", "backward")
-"""Phases with an order of their own; that of `last` is `pair` without the head."""
+"""Phases with an order of their own; that of the others is a part of one of these."""
 FORWARD, NEXT, BACKWARD, LAST = "forward", "next", "backward", "last"
+GATHER, REDUCE, AGAIN, BEFORE = "gather", "reduce", "again", "before"
+STRANDS = (GATHER, FORWARD, BACKWARD, REDUCE)
+"""Strands that a step may have, in the order in which they read and write the same memory."""
 BASE_STRAND = {NEXT: FORWARD}
 """Strands that run a part of another strand's graph, for a later micro-batch."""
 
 
-def phase_graphs(forward: OpGraph, backward: OpGraph, ahead: int) -> dict[str, OpGraph]:
-    """The graph of each phase. Ids are `strand.name`, or plain names where one strand is alone."""
-    if not ahead:
-        pair = merge("pair", {FORWARD: forward, BACKWARD: backward})
-        return {FORWARD: forward, "pair": pair, LAST: pair, BACKWARD: backward}
-    head, rest = _split(forward, ahead)
-    return {
-        FORWARD: merge(FORWARD, {FORWARD: forward, NEXT: head}),
-        "pair": merge("pair", {FORWARD: rest, NEXT: head, BACKWARD: backward}),
-        LAST: merge(LAST, {FORWARD: rest, BACKWARD: backward}),
-        BACKWARD: backward,
+def pair_graph(graphs: Mapping[str, OpGraph]) -> OpGraph:
+    """All strands of a step in one graph; its digest names what a plan or a cost table is for."""
+    return merge("pair", {name: graphs[name] for name in STRANDS if name in graphs})
+
+
+def phase_graphs(graphs: Mapping[str, OpGraph], ahead: int) -> dict[str, OpGraph]:
+    """The graph of each phase, from those of the strands. Ids are `strand.name`, or plain names
+    where one strand is alone."""
+    forward, backward = graphs[FORWARD], graphs[BACKWARD]
+    head = {}
+    rest = forward
+    if ahead:
+        head[NEXT], rest = _split(forward, ahead)
+    gather = {GATHER: graphs[GATHER]} if GATHER in graphs else {}
+    reduce = {REDUCE: graphs[REDUCE]} if REDUCE in graphs else {}
+    found = {
+        FORWARD: _joined(FORWARD, {**gather, FORWARD: forward, **head}),
+        "pair": merge("pair", {FORWARD: rest, **head, BACKWARD: backward}),
+        LAST: merge(LAST if ahead else "pair", {FORWARD: rest, BACKWARD: backward}),
+        BACKWARD: _joined(BACKWARD, {BACKWARD: backward, **reduce}),
     }
+    if gather:
+        found[AGAIN] = forward
+    if reduce:
+        found[BEFORE] = backward
+    return found
 
 
-def without_head(order: Sequence[str]) -> tuple[str, ...]:
-    """The order of `last`, from that of `pair`."""
-    return tuple(name for name in order if not name.startswith(f"{NEXT}."))
+def without(order: Sequence[str], strand: str) -> tuple[str, ...]:
+    """An order without the operators of one strand; plain names if one strand is left."""
+    left = tuple(name for name in order if not name.startswith(f"{strand}."))
+    if len({name.partition(".")[0] for name in left if "." in name}) != 1:
+        return left
+    return tuple(name.rpartition(".")[2] for name in left)
+
+
+def derived_orders(orders: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """The orders of `last`, `again` and `before` from those of the planned phases, where they
+    differ from them."""
+    found = {}
+    if any(name.startswith(f"{NEXT}.") for name in orders.get("pair", ())):
+        found[LAST] = tuple(n for n in orders["pair"] if not n.startswith(f"{NEXT}."))
+    if "pair" in orders:
+        return found
+    for phase, strand, name in ((FORWARD, GATHER, AGAIN), (BACKWARD, REDUCE, BEFORE)):
+        if any(operator.startswith(f"{strand}.") for operator in orders[phase]):
+            found[name] = without(orders[phase], strand)
+    return found
+
+
+def phases_of_step(phases: Mapping[str, object], micro_batches: int) -> list[tuple[str, int, int]]:
+    """(phase, forward micro-batch, backward micro-batch) in the order in which a step runs them;
+    micro-batches count from 1, and 0 is none. `phases` has the planned and the derived ones."""
+    steps: list[tuple[str, int, int]] = []
+    for index in range(1, micro_batches + 1):
+        if "pair" not in phases:
+            again = AGAIN if index > 1 and AGAIN in phases else FORWARD
+            before = BEFORE if index < micro_batches and BEFORE in phases else BACKWARD
+            steps += [(again, index, 0), (before, 0, index)]
+        elif index == 1:
+            steps.append((FORWARD, 1, 0))
+        else:
+            last = LAST if index == micro_batches and LAST in phases else "pair"
+            steps.append((last, index, index - 1))
+    return steps if "pair" not in phases else [*steps, (BACKWARD, 0, micro_batches)]
+
+
+def _joined(name: str, strands: dict[str, OpGraph]) -> OpGraph:
+    if len(strands) == 1:
+        return next(iter(strands.values()))
+    merged = merge(name, strands)
+    if GATHER not in strands and REDUCE not in strands:
+        return merged
+    return weave(merged)
 
 
 def _split(forward: OpGraph, ahead: int) -> tuple[OpGraph, OpGraph]:

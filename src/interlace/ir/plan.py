@@ -7,12 +7,20 @@ Where strands meet, ids carry theirs: `forward.mm_3`, `backward.all_gather_1`.
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from interlace.errors import InputError
-from interlace.ir.graph import COMPUTE_LANE, OpGraph, merge
-from interlace.ir.phases import PHASES, phase_graphs
+from interlace.ir.graph import COMPUTE_LANE, OpGraph
+from interlace.ir.phases import (
+    BACKWARD,
+    FORWARD,
+    PHASES,
+    derived_orders,
+    pair_graph,
+    phase_graphs,
+)
 
 _HEADER = "interlace plan 2"
 _BARRIER = "-- barrier --"
@@ -52,20 +60,27 @@ class Plan:
             lines.append(f"{name}:{','.join(phase.order)}:{','.join(phase.barriers)}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
-    def validate(self, forward: OpGraph, backward: OpGraph, where: str) -> None:
+    @property
+    def orders(self) -> dict[str, tuple[str, ...]]:
+        """The order of every phase that a step runs, also those that follow from others."""
+        planned = {name: phase.order for name, phase in self.phases.items()}
+        return planned | derived_orders(planned)
+
+    def validate(self, graphs: Mapping[str, OpGraph], where: str) -> None:
         """Raise InputError unless every phase issues each of its operators once, after its inputs,
-        and has its barriers at operators of its own."""
+        and has its barriers at operators of its own. `graphs` are those of the strands."""
+        forward = graphs[FORWARD]
         if not 0 <= self.ahead <= len(forward.operators):
             raise InputError(
                 f"{where}: ahead {self.ahead} is not between 0 and the "
                 f"{len(forward.operators)} operators of the forward graph",
                 hint="plan again",
             )
-        graphs = phase_graphs(forward, backward, self.ahead)
+        of_phase = phase_graphs(graphs, self.ahead)
         for name, phase in self.phases.items():
-            check(phase.order, graphs[name], f"{where}, phase {name!r}")
+            check(phase.order, of_phase[name], f"{where}, phase {name!r}")
             for barrier in phase.barriers:
-                if barrier not in graphs[name].by_id:
+                if barrier not in of_phase[name].by_id:
                     raise InputError(
                         f"{where}, phase {name!r}: a barrier follows {barrier!r}, which is not in "
                         f"the graph",
@@ -96,24 +111,23 @@ def check(order: tuple[str, ...], graph: OpGraph, where: str) -> None:
         raise InputError(f"{where}: operator {lost!r} of the graph is missing from the plan")
 
 
-def sequential(forward: OpGraph, backward: OpGraph) -> Plan:
-    """One strand: both graphs in the order in which they were traced."""
-    phases = {g.name: PhasePlan(g.order, 0, 0) for g in (forward, backward)}
-    return Plan(
-        "sequential", merge("pair", {g.name: g for g in (forward, backward)}).digest, "-", phases
-    )
+def sequential(graphs: Mapping[str, OpGraph]) -> Plan:
+    """One strand: the graphs of the strands in the order in which they were traced."""
+    of_phase = phase_graphs(graphs, 0)
+    phases = {name: PhasePlan(of_phase[name].order, 0, 0) for name in (FORWARD, BACKWARD)}
+    return Plan("sequential", pair_graph(graphs).digest, "-", phases)
 
 
-def to_text(plan: Plan, forward: OpGraph, backward: OpGraph) -> str:
+def to_text(plan: Plan, graphs: Mapping[str, OpGraph]) -> str:
     """One line per operator in issue order, one column per lane; `from_text` reads it back."""
     lines = [
         _HEADER,
         f"search {plan.search}  graph {plan.graph_digest}  costs {plan.cost_digest}  "
         f"ahead {plan.ahead}",
     ]
-    graphs = phase_graphs(forward, backward, plan.ahead)
+    of_phase = phase_graphs(graphs, plan.ahead)
     for name, phase in plan.phases.items():
-        graph = graphs[name]
+        graph = of_phase[name]
         lanes = graph.lanes
         lines.append("")
         lines.append(

@@ -1,14 +1,16 @@
 """Plain single-device models, one file each, found by name.
 
-A model file defines `build(config, vocab_size) -> nn.Module` and `TENSOR_PLAN`, the role of each
-of its sub-modules under tensor + sequence parallelism (roles: `interlace.parallel.tensor`).
+A model file defines `build(config, vocab_size, sequence_length) -> nn.Module`, `TENSOR_PLAN`, the
+role of each of its sub-modules under tensor + sequence parallelism (roles:
+`interlace.parallel.tensor`), and `CONTEXT_PLAN`, the same under context parallelism: `attention`
+(a `CausalAttention`) and `positions` (a module whose buffers are indexed by position along
+dimension 0; its parameters stay whole).
 A model maps tokens [batch, sequence] to logits [sequence, batch, vocabulary]: the residual stream
 is sequence-first, so that a sequence-parallel gather is one contiguous copy.
 """
 
 import importlib
-import pkgutil
-from typing import Protocol, cast
+from typing import Protocol, cast, get_args, get_type_hints
 
 from torch import nn
 
@@ -20,6 +22,7 @@ class ModelFile(Protocol):
     """What a module of this package offers."""
 
     TENSOR_PLAN: dict[str, str]
+    CONTEXT_PLAN: dict[str, str]
 
     def build(self, config: ModelConfig, vocab_size: int, sequence_length: int) -> nn.Module:
         """The model with freshly initialised weights from torch's global generator."""
@@ -28,7 +31,7 @@ class ModelFile(Protocol):
 
 def model_file(architecture: str) -> ModelFile:
     """The model file of that name. Raises InputError for an unknown one."""
-    known = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "loss"]
+    known = list(get_args(get_type_hints(ModelConfig)["architecture"]))
     if architecture not in known:
         raise InputError(
             f"model.architecture = {architecture!r} is not a known model",

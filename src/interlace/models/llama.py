@@ -4,19 +4,22 @@ Letters: S sequence, B micro-batch, D width, H query heads, K key/value heads, E
 F feed-forward width, V vocabulary. Under tensor parallelism H, K, F and V are a rank's share.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from interlace.config import ModelConfig
+from interlace.models.attention import CausalAttention
 
 TENSOR_PLAN = {
     "embedding": "vocabulary_embedding",
     "blocks.*.attention_norm": "sequence_norm",
     "blocks.*.attention": "gather_input",
     "blocks.*.attention.query": "column",
-    "blocks.*.attention.key": "column",
-    "blocks.*.attention.value": "column",
+    "blocks.*.attention.key": "key_value",
+    "blocks.*.attention.value": "key_value",
     "blocks.*.attention.output": "row",
     "blocks.*.ffn_norm": "sequence_norm",
     "blocks.*.ffn": "gather_input",
@@ -26,6 +29,27 @@ TENSOR_PLAN = {
     "norm": "sequence_norm",
     "head": "vocabulary_head",
 }
+CONTEXT_PLAN = {"blocks.*.attention.core": "attention", "blocks.*.attention.rotary": "positions"}
+
+
+def rotary_frequencies(config: ModelConfig) -> Tensor:
+    """Angle per position of each pair of a head, [E/2] in float64.
+
+    `linear` stretches all of them by a factor (arXiv 2306.15595). `llama3` stretches only those
+    that turn too seldom over the original length to be told apart, and blends in between
+    (arXiv 2407.21783, and the reference code of Llama 3.1).
+    """
+    head_size = config.width // config.heads
+    exponent = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
+    frequency = config.rope_theta**-exponent
+    if config.rope_scaling == "none":
+        return frequency
+    if config.rope_scaling == "linear":
+        return frequency / config.rope_factor
+    low, high = config.rope_low_frequency, config.rope_high_frequency
+    turns = frequency * config.rope_original_length / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / config.rope_factor)
 
 
 class Rotary(nn.Module):
@@ -34,17 +58,17 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_size: int, sequence_length: int, theta: float) -> None:
+    def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         super().__init__()
-        exponent = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
-        angle = torch.outer(torch.arange(sequence_length, dtype=torch.float64), theta**-exponent)
-        angle = angle[:, None, None, :]
+        position = torch.arange(sequence_length, dtype=torch.float64)
+        angle = torch.outer(position, rotary_frequencies(config))[:, None, None, :]
         self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def forward(self, x_SBHE: Tensor) -> Tensor:
-        """Same shape and dtype; the rotation itself is done in float32."""
-        first, second = x_SBHE.float().chunk(2, dim=-1)
+        """Same shape and dtype; the rotation itself is done in float32 at least."""
+        wide = torch.promote_types(x_SBHE.dtype, torch.float32)
+        first, second = x_SBHE.to(wide).chunk(2, dim=-1)
         length = x_SBHE.shape[0]
         cos, sin = self.cos[:length], self.sin[:length]
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -62,7 +86,8 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.width, kv_width, bias=False)
         self.value = nn.Linear(config.width, kv_width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
-        self.rotary = Rotary(self.head_size, sequence_length, config.rope_theta)
+        self.rotary = Rotary(config, sequence_length)
+        self.core = CausalAttention()
 
     def forward(self, x_SBD: Tensor) -> Tensor:
         """[S, B, D] -> [S, B, D]."""
@@ -71,11 +96,8 @@ class Attention(nn.Module):
         q_SBHE = self.rotary(self.query(x_SBD).view(shape))
         k_SBKE = self.rotary(self.key(x_SBD).view(shape))
         v_SBKE = self.value(x_SBD).view(shape)
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q_SBHE, k_SBKE, v_SBKE))
-        mixed_BHSE = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return self.output(mixed_BHSE.permute(2, 0, 1, 3).reshape(length, batch, -1))
+        mixed_SBHE = self.core(q_SBHE, k_SBKE, v_SBKE)
+        return self.output(mixed_SBHE.reshape(length, batch, -1))
 
 
 class FeedForward(nn.Module):

@@ -1,5 +1,6 @@
 """The training objective around any model of this package."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,5 +20,6 @@ class NextTokenLoss(nn.Module):
         `parallel.tensor.loss_context`, under which softmax reduces across ranks.
         """
         logits_SBV = self.model(tokens_BS)
-        loss = F.cross_entropy(logits_SBV.flatten(0, 1).float(), targets_BS.t().flatten())
+        wide = torch.promote_types(logits_SBV.dtype, torch.float32)
+        loss = F.cross_entropy(logits_SBV.flatten(0, 1).to(wide), targets_BS.t().flatten())
         return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -1,19 +1,89 @@
-"""Device meshes. Axis names are torchtitan's: `tp` for tensor parallel."""
+"""Device meshes. Axis names are torchtitan's: `dp_replicate`, `dp_shard`, `cp`, `tp`.
+
+Ranks that share a sequence see different tokens of it, so for weights they are data-parallel
+ranks like any other: weights lie on a mesh whose `dp_shard` axis is `dp_shard` and `cp` together.
+"""
+
+from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from interlace.config import ParallelConfig
 
-TENSOR_AXIS = "tp"
+REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "cp", "tp"
 
 
-def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
-    """The mesh of this run; the process group must exist. Communicators are made here, ahead of
-    the first collective."""
-    return init_device_mesh(device_type, (config.tensor,), mesh_dim_names=(TENSOR_AXIS,))
+@dataclass(frozen=True)
+class Meshes:
+    """How the ranks of a run are laid out, seen from its data and from its weights."""
+
+    layout: DeviceMesh
+    """dp_replicate x dp_shard x cp x tp."""
+    weights: DeviceMesh
+    """dp_replicate x (dp_shard and cp, named dp_shard) x tp; the same ranks in the same order."""
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """The ranks that share each layer with this one."""
+        return self.weights[TENSOR_AXIS]
+
+    @property
+    def context(self) -> DeviceMesh:
+        """The ranks that share each sequence with this one."""
+        return self.layout[CONTEXT_AXIS]
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the micro-batches this rank sees, of `data_ranks`."""
+        replica, shard, _, _ = _coordinate(self.layout)
+        return replica * self.layout.size(1) + shard
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many shares the micro-batches of a step are dealt."""
+        return self.layout.size(0) * self.layout.size(1)
+
+    @property
+    def axis_of_group(self) -> dict[str, str]:
+        """Mesh axis by process-group name, as it appears in traced collectives."""
+        found = {
+            str(self.weights.get_group(name).group_name): name
+            for name in (REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS)
+        }
+        # Without other data-parallel ranks `cp` and `dp_shard` are one group, named after `cp`.
+        if self.context.size() > 1:
+            found[str(self.context.get_group().group_name)] = CONTEXT_AXIS
+        return found
 
 
-def axis_of_group(mesh: DeviceMesh) -> dict[str, str]:
-    """Mesh axis by process-group name, as it appears in traced collectives."""
-    names = mesh.mesh_dim_names or ()
-    return {mesh.get_group(name).group_name: name for name in names}
+def build_meshes(config: ParallelConfig, device_type: str) -> Meshes:
+    """The meshes of a run; the process group must exist and have the right size. Communicators
+    are made here, ahead of the first collective."""
+    replicate, shard, context = config.data_replicate, config.data_shard, config.context
+    layout = init_device_mesh(
+        device_type,
+        (replicate, shard, context, config.tensor),
+        mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS),
+    )
+    weights = init_device_mesh(
+        device_type,
+        (replicate, shard * context, config.tensor),
+        mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS),
+    )
+    return Meshes(layout, weights)
+
+
+def axis_sizes(config: ParallelConfig) -> dict[str, int]:
+    """Ranks per axis, as lanes of traced graphs are named."""
+    return {
+        REPLICATE_AXIS: config.data_replicate,
+        SHARD_AXIS: config.data_shard * config.context,
+        CONTEXT_AXIS: config.context,
+        TENSOR_AXIS: config.tensor,
+    }
+
+
+def _coordinate(mesh: DeviceMesh) -> list[int]:
+    found = mesh.get_coordinate()
+    assert found is not None
+    return list(found)

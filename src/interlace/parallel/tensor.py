@@ -5,22 +5,24 @@ residual stream are split along the sequence (dimension 0); inside attention and
 are whole and the weights are split. Roles:
 
     vocabulary_embedding  rows of the table are split; partial rows are reduce-scattered
+    sequence_positions    adds learned positions to its part of the sequence
     sequence_norm         works on its part of the sequence; its gradient is summed once a step
     gather_input          the module's input is all-gathered along the sequence, once
     column                output features are split
-    row                   input features are split; outputs are reduce-scattered
+    key_value             as column; with fewer heads than ranks, each rank computes one of them
+    row                   input features are split; outputs are reduce-scattered, then get the bias
     vocabulary_head       all-gathers its input, leaves logits split by vocabulary
 """
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -30,32 +32,19 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
-SEQUENCE_DIM = 0
+from interlace.errors import InputError
+from interlace.parallel.tensor_layers import (
+    SEQUENCE_DIM,
+    BiasedRow,
+    SequencePositions,
+    SharedHeads,
+    VocabularyEmbedding,
+)
 
-
-class VocabularyEmbedding(nn.Module):
-    """An embedding whose rows are split over ranks: each rank looks up its own tokens.
-
-    DTensor's own row-wise embedding gives a gradient of the full table on every rank; here the
-    gradient is of the rank's rows only.
-    """
-
-    def __init__(self, table: nn.Embedding, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.mesh = mesh
-        weight = distribute_tensor(table.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, tokens_SB: Tensor) -> Tensor:
-        """[S, B] -> this rank's part of the sequence, [S / ranks, B, D]."""
-        rows = _sharded(self.weight).to_local()
-        local_SB = tokens_SB - self.mesh.get_local_rank() * rows.shape[0]
-        foreign_SB = (local_SB < 0) | (local_SB >= rows.shape[0])
-        x_SBD = F.embedding(local_SB.masked_fill(foreign_SB, 0), rows)
-        x_SBD = x_SBD.masked_fill(foreign_SB.unsqueeze(-1), 0)
-        whole = DTensor.from_local(x_SBD, self.mesh, [Partial()], run_check=False)
-        return whole.redistribute(placements=[Shard(SEQUENCE_DIM)]).to_local()
+BUNDLED_BYTES = 1 << 20
+"""Gradients up to this size are summed together: their latency costs more than a copy."""
 
 
 def _styles() -> dict[str, ParallelStyle]:
@@ -87,14 +76,51 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, st
             parent, _, child = name.rpartition(".")
             owner = model.get_submodule(parent)
             module = getattr(owner, child)
-            if role == "vocabulary_embedding":
-                setattr(owner, child, VocabularyEmbedding(module, mesh))
+            replacement = _replacement(module, role, owner, mesh)
+            if replacement is not None:
+                setattr(owner, child, replacement)
             else:
-                parallelize_module(module, mesh, styles[role], src_data_rank=None)
+                style = styles["column" if role == "key_value" else role]
+                parallelize_module(module, mesh, style, src_data_rank=None)
     _own_storage(model)
     for first, second in tied:
         owner, _, attribute = second.rpartition(".")
         setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+
+
+def _replacement(
+    module: nn.Module, role: str, owner: nn.Module, mesh: DeviceMesh
+) -> nn.Module | None:
+    """The layer that takes the place of `module`, or None where PyTorch's style does."""
+    if role == "vocabulary_embedding":
+        assert isinstance(module, nn.Embedding)
+        return VocabularyEmbedding(module, mesh)
+    if role == "sequence_positions":
+        return SequencePositions(module, mesh)
+    if role == "row" and module.bias is not None:
+        assert isinstance(module, nn.Linear)
+        return BiasedRow(module, mesh)
+    if role == "key_value":
+        assert isinstance(module, nn.Linear)
+        return _shared_heads(module, owner, mesh)
+    return None
+
+
+def _shared_heads(linear: nn.Linear, owner: nn.Module, mesh: DeviceMesh) -> SharedHeads | None:
+    """None if heads can be divided among ranks. `owner` knows the `head_size` (in `transformers`
+    the `head_dim`)."""
+    head_size = getattr(owner, "head_size", None) or owner.head_dim
+    assert isinstance(head_size, int)
+    heads = linear.out_features // head_size
+    if heads % mesh.size() == 0:
+        return None
+    if mesh.size() % heads:
+        raise InputError(
+            f"{heads} key and value heads can neither be divided among nor repeated on "
+            f"{mesh.size()} tensor-parallel ranks",
+            hint="set parallel.tensor to a multiple or a divisor of the number of these heads",
+        )
+    return SharedHeads(linear, mesh, head_size)
 
 
 def _own_storage(model: nn.Module) -> None:
@@ -137,29 +163,47 @@ def loss_context(mesh: DeviceMesh) -> AbstractContextManager[None]:
 def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Bring every gradient to its parameter's layout, once per step.
 
-    Gradients of norms are partial sums over the sequence: all partial gradients of one mesh
-    are summed in a single all-reduce, since each is a few kilobytes and latency dominates.
+    Gradients of norms and biases are partial sums over the sequence, those of shared heads over
+    ranks. Small ones of one mesh are summed in a single all-reduce, large ones each in place.
     """
-    partial: dict[DeviceMesh, list[nn.Parameter]] = {}
+    bundles: dict[tuple[DeviceMesh, tuple[int, ...]], list[nn.Parameter]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if not isinstance(gradient, DTensor):
             continue
         layout = _sharded(parameter).placements
-        if gradient.placements == layout:
+        mesh, axes = gradient.device_mesh, _differing(gradient.placements, layout)
+        if not axes:
             continue
-        sums = all(isinstance(p, Partial) and p.reduce_op == "sum" for p in gradient.placements)
-        if sums and all(isinstance(p, Replicate) for p in layout):
-            partial.setdefault(gradient.device_mesh, []).append(parameter)
-        else:
+        sums = (gradient.placements[i].is_partial("sum") and layout[i].is_replicate() for i in axes)
+        if not all(sums):
             parameter.grad = gradient.redistribute(placements=layout)
-    for mesh, owners in partial.items():
+        elif gradient.nbytes > BUNDLED_BYTES:
+            _sum_over(gradient.to_local(), mesh, axes)
+            _set_gradient(parameter, gradient.to_local())
+        else:
+            bundles.setdefault((mesh, axes), []).append(parameter)
+    for (mesh, axes), owners in bundles.items():
         locals_ = [_sharded(owner.grad).to_local() for owner in owners]
         flat = torch.cat([gradient.flatten() for gradient in locals_])
-        total = DTensor.from_local(flat, mesh, [Partial()] * mesh.ndim, run_check=False)
-        summed = total.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-        pieces = summed.split([gradient.numel() for gradient in locals_])
+        _sum_over(flat, mesh, axes)
+        pieces = flat.split([gradient.numel() for gradient in locals_])
         for owner, gradient, piece in zip(owners, locals_, pieces, strict=True):
-            owner.grad = DTensor.from_local(
-                piece.view_as(gradient), mesh, _sharded(owner).placements, run_check=False
-            )
+            _set_gradient(owner, piece.view_as(gradient))
+
+
+def _differing(one: Sequence[Placement], other: Sequence[Placement]) -> tuple[int, ...]:
+    return tuple(i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
+
+
+def _sum_over(tensor: Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> None:
+    for axis in axes:
+        dist.all_reduce(tensor, group=mesh.get_group(axis))
+
+
+def _set_gradient(parameter: nn.Parameter, local: Tensor) -> None:
+    laid_out = _sharded(parameter)
+    parameter.grad = DTensor.from_local(
+        local, laid_out.device_mesh, laid_out.placements,
+        run_check=False, shape=laid_out.shape, stride=laid_out.stride(),
+    )  # fmt: skip

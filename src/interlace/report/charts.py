@@ -18,9 +18,12 @@ _BAR = 0.30
 
 
 def loss_svg(
-    train: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]], theme: Theme
+    train: Sequence[tuple[int, float]],
+    held_out: Sequence[tuple[int, float]],
+    unit: str,
+    theme: Theme,
 ) -> bytes:
-    """Bits per byte over steps: every training step as a line, evaluations as points."""
+    """Loss in `unit` over steps: every training step as a line, evaluations as points."""
     figure, axes = _figure(3.6, theme)
     if train:
         steps, values = zip(*train, strict=True)
@@ -33,7 +36,7 @@ def loss_svg(
         place = {"xytext": (-4, 10), "textcoords": "offset points", "ha": "right"}
         axes.annotate(f"{y:.3f}", (x, y), color=theme.held_out, weight="bold", **place)
     axes.set_xlabel("step", color=theme.muted)
-    axes.set_ylabel("bits per byte", color=theme.muted)
+    axes.set_ylabel(unit, color=theme.muted)
     axes.grid(color=theme.grid, linewidth=0.8)
     axes.legend(frameon=False, labelcolor=theme.text)
     return _svg(figure)

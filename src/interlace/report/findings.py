@@ -10,9 +10,11 @@ from interlace.ir.graph import COLLECTIVES, COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.load import RunRecord
 from interlace.report.tables import MODE_NAMES, milliseconds, number, percent
+from interlace.train.metrics import bits_per_token
 
 _LONGEST_WAITS = 10
 _PLAN_LINES = 80
+_PER_BYTE, _PER_TOKEN = "bits per byte", "bits per token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +82,25 @@ def facts(record: RunRecord) -> list[Fact]:
     held_out = points(record, "evaluate")
     if held_out:
         step, bits = held_out[-1]
-        found.append(Fact("held-out bits per byte", f"{bits:.3f}", f"after step {step:,}"))
+        found.append(Fact(f"held-out {loss_unit(record)}", f"{bits:.3f}", f"after step {step:,}"))
     return found
 
 
+def loss_unit(record: RunRecord) -> str:
+    """`bits per byte`; `bits per token` of a run on token ids, whose text is not known."""
+    entries = [*record.of("step"), *record.of("evaluate")]
+    known = not entries or any(entry.get("bits_per_byte") is not None for entry in entries)
+    return _PER_BYTE if known else _PER_TOKEN
+
+
 def points(record: RunRecord, event: str) -> list[tuple[int, float]]:
-    """(step, bits per byte) of `step` or `evaluate` events that have both."""
+    """(step, loss in `loss_unit`) of `step` or `evaluate` events that have both."""
     entries = record.of(event)
-    return [
-        (entry["step"], entry["bits_per_byte"])
-        for entry in entries
-        if entry.get("bits_per_byte") is not None
-    ]
+    if loss_unit(record) == _PER_BYTE:
+        pairs = [(entry["step"], entry.get("bits_per_byte")) for entry in entries]
+        return [(step, bits) for step, bits in pairs if bits is not None]
+    pairs = [(entry["step"], entry.get("loss")) for entry in entries]
+    return [(step, bits_per_token(loss)) for step, loss in pairs if loss is not None]
 
 
 WAIT_HEADER = ("operator", "strand", "micro-batches", "waits", "exposed ms", "longest ms")

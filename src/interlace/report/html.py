@@ -27,6 +27,7 @@ Table = dict[str, Any]
 def render(record: RunRecord, *, draw_timeline: Callable[[Theme], bytes], trace_name: str) -> str:
     """The page of a run. `draw_timeline` gives the PNG for a theme; called only if recorded."""
     timelines = record.first_ranks()
+    unit = findings.loss_unit(record)
     comparison = record.comparison
     plan, plan_lines_left = findings.plan_excerpt(record.plan)
     train, held_out = findings.points(record, "step"), findings.points(record, "evaluate")
@@ -48,7 +49,7 @@ def render(record: RunRecord, *, draw_timeline: Callable[[Theme], bytes], trace_
         modes=[_mode(mode, timeline) for mode, timeline in timelines.items()],
         ranks=_table(findings.RANK_HEADER, findings.rank_rows(record), 1),
         without_partner=findings.without_partner(timelines["2"]) if "2" in timelines else "",
-        loss=_themed(lambda theme: loss_svg(train, held_out, theme), "svg+xml")
+        loss=_themed(lambda theme: loss_svg(train, held_out, unit, theme), "svg+xml")
         if train or held_out
         else None,
         truncated=bool(record.of("truncated")),

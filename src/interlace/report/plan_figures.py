@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from interlace.errors import InputError
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import BACKWARD, FORWARD, LAST, phase_graphs, without_head
+from interlace.ir.phases import phase_graphs
 from interlace.ir.plan import Plan, sequential
 from interlace.ir.timeline import Timeline
 from interlace.search.bounds import lower_bound_ns
 from interlace.search.limits import MemoryLimits
-from interlace.search.memory import peak_bytes
+from interlace.search.memory import peak_bytes, step_peak_bytes
 from interlace.search.planner import SEARCHES, make_plan
 from interlace.search.problem import Problem
 from interlace.search.step_bounds import step_bound_ns
@@ -107,7 +107,6 @@ def compare_searches(
 
     Raises InputError if the chosen search gives no plan within `limits`.
     """
-    forward, backward = graphs[FORWARD], graphs[BACKWARD]
     searches: dict[str, PlanFigures] = {}
     refused: dict[str, str] = {}
     for name in SEARCHES:
@@ -119,9 +118,9 @@ def compare_searches(
                     raise
                 refused[name] = error.message
                 continue
-            searches[name] = plan_figures(plan, forward, backward, costs, micro_batches)
+            searches[name] = plan_figures(plan, graphs, costs, micro_batches)
     with stage("one strand"):
-        alone = plan_figures(sequential(forward, backward), forward, backward, costs, micro_batches)
+        alone = plan_figures(sequential(graphs), graphs, costs, micro_batches)
     return Comparison(
         chosen=chosen,
         searches=searches,
@@ -132,10 +131,10 @@ def compare_searches(
 
 
 def plan_figures(
-    plan: Plan, forward: OpGraph, backward: OpGraph, costs: CostTable, micro_batches: int
+    plan: Plan, strands: Mapping[str, OpGraph], costs: CostTable, micro_batches: int
 ) -> PlanFigures:
     """Simulate `plan` phase by phase and as a whole step."""
-    graphs = phase_graphs(forward, backward, plan.ahead)
+    graphs = phase_graphs(strands, plan.ahead)
     phases, timelines = {}, {}
     for name, phase in plan.phases.items():
         graph = graphs[name]
@@ -152,12 +151,9 @@ def plan_figures(
         )
         peak = peak_bytes(graph, phase.order)
         phases[name] = _figures(timelines[name], lower_bound_ns(problem), peak)
-    peak = max(figures.peak_bytes for figures in phases.values())
-    if plan.ahead:
-        last = without_head(plan.phases["pair"].order)
-        peak = max(peak, peak_bytes(graphs[LAST], last))
-    step = simulate_step(plan, {FORWARD: forward, BACKWARD: backward}, costs, micro_batches)
-    bound = step_bound_ns(forward, backward, costs, micro_batches)
+    peak = step_peak_bytes(plan, strands)
+    step = simulate_step(plan, strands, costs, micro_batches)
+    bound = step_bound_ns(strands, costs, micro_batches)
     return PlanFigures(
         plan=plan,
         micro_batches=micro_batches,

@@ -42,13 +42,11 @@ _HUES = {
     "forward": "#2f6fd0",
     "next": "#1c3f7d",
     "backward": "#d9691e",
-    "previous": "#8a3d0c",
 }
 _STRANDS = {
     "forward": "forward",
     "next": "forward of the micro-batch after",
     "backward": "backward",
-    "previous": "backward of the micro-batch before",
 }
 _NO_STRAND = "#64748b"
 _SHORT = {
@@ -58,6 +56,7 @@ _SHORT = {
     Kind.REDUCE_SCATTER: "RS",
     Kind.ALL_REDUCE: "AR",
     Kind.ALL_TO_ALL: "A2A",
+    Kind.SEND: "send",
 }
 _BIG = (Kind.MATMUL, Kind.ATTENTION)
 _TINT = 0.55

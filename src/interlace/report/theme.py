@@ -19,7 +19,8 @@ FAMILIES = {
     Kind.ALL_GATHER: "all-gather",
     Kind.REDUCE_SCATTER: "reduce-scatter",
     Kind.ALL_REDUCE: "all-reduce",
-    Kind.ALL_TO_ALL: "all-to-all",
+    Kind.ALL_TO_ALL: "all-to-all, send",
+    Kind.SEND: "all-to-all, send",
     Kind.BROADCAST: "broadcast",
 }
 """What the legend calls each kind of operator."""
@@ -35,7 +36,7 @@ _HUES = {
     "all-gather": "#e08a1e",
     "reduce-scatter": "#cf4a3c",
     "all-reduce": "#c2448f",
-    "all-to-all": "#9b6a3a",
+    "all-to-all, send": "#9b6a3a",
     "broadcast": "#b8a11a",
     ISSUE: "#64748b",
 }

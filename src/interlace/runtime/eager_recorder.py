@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from interlace.graphs.collectives import ISSUE, WAIT
+from interlace.graphs.collectives import ISSUE, WAIT, kind_of_collective
 from interlace.graphs.export import kind_of_target
 from interlace.graphs.torch_private import AsyncCollectiveTensor, TorchDispatchMode, tree_leaves
 from interlace.ir.graph import COMPUTE_LANE, Kind
@@ -68,7 +68,7 @@ class EagerRecorder(TorchDispatchMode):
         elif func in ISSUE:
             lane = self.axis_of_group.get(str(args[-1]), "?")
             size = max(_bytes(args), _bytes(result))
-            event = _Event(name, ISSUE[func][1], *where, lane=lane, bytes=size)
+            event = _Event(name, kind_of_collective(func, args), *where, lane=lane, bytes=size)
             self._flying[_pointer(result)] = event
             self._events.append(event)
         else:

@@ -9,19 +9,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
+from interlace.graphs.dropout import no_dropout
 from interlace.graphs.lower import Lowered, lower
 from interlace.graphs.parts import CARRIED, Part, split
-from interlace.graphs.trace import ChunkGraphs, StrandGraph
+from interlace.graphs.trace import StrandGraph
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import BACKWARD, FORWARD, LAST, NEXT, without_head
+from interlace.ir.phases import (
+    AGAIN,
+    BACKWARD,
+    BEFORE,
+    FORWARD,
+    GATHER,
+    LAST,
+    NEXT,
+    REDUCE,
+    phases_of_step,
+)
 from interlace.ir.plan import Plan
 from interlace.runtime.recorder import Recorder
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
+"""The inputs of one micro-batch; those of a language model are tokens and targets."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -30,55 +42,67 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def lower_plan(chunk: ChunkGraphs, backward: StrandGraph, plan: Plan) -> dict[str, Lowered]:
-    """The executable graph of each phase of `plan`; those of one strand if it has no `pair`."""
-    forward: StrandGraph | Part = chunk.forward
-    parts: dict[str, dict[str, StrandGraph | Part]] = {
-        FORWARD: {FORWARD: chunk.forward},
-        BACKWARD: {BACKWARD: backward},
-    }
-    if "pair" in plan.phases:
-        head: dict[str, StrandGraph | Part] = {}
-        if plan.ahead:
-            head[NEXT], forward = split(chunk.forward, plan.ahead)
-        parts[FORWARD] |= head
-        parts["pair"] = {FORWARD: forward, **head, BACKWARD: backward}
-    lowered = {
-        name: lower(parts[name], phase.order, barriers=phase.barriers)
-        for name, phase in plan.phases.items()
-    }
+def lower_plan(graphs: Mapping[str, StrandGraph], plan: Plan) -> dict[str, Lowered]:
+    """The executable graph of each phase of `plan`, also of those that follow from others."""
+    forward: StrandGraph | Part = graphs[FORWARD]
+    head: dict[str, StrandGraph | Part] = {}
     if plan.ahead:
-        rest = without_head(plan.phases["pair"].order)
-        lowered[LAST] = lower({FORWARD: forward, BACKWARD: backward}, rest)
-    return lowered
+        head[NEXT], forward = split(graphs[FORWARD], plan.ahead)
+    backward = {BACKWARD: graphs[BACKWARD]}
+    parts: dict[str, dict[str, StrandGraph | Part]] = {
+        FORWARD: {**_some(graphs, GATHER), FORWARD: graphs[FORWARD], **head},
+        "pair": {FORWARD: forward, **head, **backward},
+        LAST: {FORWARD: forward, **backward},
+        BACKWARD: {**backward, **_some(graphs, REDUCE)},
+        AGAIN: {FORWARD: graphs[FORWARD]},
+        BEFORE: {**backward},
+    }
+    barriers = {name: phase.barriers for name, phase in plan.phases.items()}
+    return {
+        name: lower(parts[name], order, barriers=barriers.get(name, ()))
+        for name, order in plan.orders.items()
+    }
+
+
+def _some(graphs: Mapping[str, StrandGraph], name: str) -> dict[str, StrandGraph]:
+    return {name: graphs[name]} if name in graphs else {}
+
+
+def _tangent(backward: StrandGraph, device: torch.device) -> Tensor:
+    """The gradient of the loss with respect to itself, in the loss's type."""
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if backward.bindings[node.name].role == "tangent":
+            return torch.ones((), dtype=node.meta["val"].dtype, device=device)
+    return torch.ones((), device=device)
 
 
 class StrandExecutor:
-    """Runs the micro-batches of a step through a traced chunk and accumulates gradients."""
+    """Runs the micro-batches of a step through traced graphs and accumulates gradients."""
 
     def __init__(
         self,
-        module: nn.Module,
-        chunk: ChunkGraphs,
-        backward: StrandGraph,
+        graphs: Mapping[str, StrandGraph],
+        saved: Sequence[str],
         plan: Plan,
         op_graphs: Mapping[str, OpGraph],
-        gradients: Mapping[str, Tensor],
+        constants: Mapping[tuple[str, str], Tensor],
+        *,
+        data_ranks: int = 1,
     ) -> None:
         """`plan` has been validated; with a `pair` phase it interleaves two strands.
 
-        `gradients` are the persistent local buffers, by parameter name, that `backward` adds to.
+        `saved` names the forward's outputs after the loss. `constants` are what the graphs' inputs
+        of roles `parameter`, `buffer`, `gradient`, `shard` and `shard_gradient` stand for; the
+        gradients of the mean over the micro-batches of `data_ranks` ranks are added up in them.
         """
-        self.lowered = lower_plan(chunk, backward, plan)
+        self.graphs = graphs
+        self.lowered = lower_plan(graphs, plan)
         self.op_graphs = op_graphs
-        self._saved = chunk.saved
-        self._constants: dict[tuple[str, str], Any] = {
-            ("gradient", name): buffer for name, buffer in gradients.items()
-        }
-        parameters = module.named_parameters(remove_duplicate=False)
-        self._constants |= {("parameter", name): local(p) for name, p in parameters}
-        self._constants |= {("buffer", name): local(b) for name, b in module.named_buffers()}
-        self._tangent = torch.ones((), device=next(iter(gradients.values())).device)
+        self.saved = tuple(saved)
+        self._constants = dict(constants)
+        self._data_ranks = data_ranks
+        self._alone: dict[str, Lowered] = {}
+        self._tangent = _tangent(graphs[BACKWARD], next(iter(constants.values())).device)
 
     @property
     def interleaves(self) -> bool:
@@ -93,27 +117,32 @@ class StrandExecutor:
                 f"two strands need at least two micro-batches per step, not {count}",
                 hint="set train.micro_batches to 2 or more, or strands to 1",
             )
-        self._tangent.fill_(1.0 / count)
+        self._tangent.fill_(1.0 / (count * self._data_ranks))
         run = StepRun(self, batches, recorder)
         with torch.no_grad():
-            for index in range(1, count + 1):
-                if not self.interleaves or index == 1:
-                    run.phase(FORWARD, forward=index)
-                else:
-                    last = LAST if index == count and LAST in self.lowered else "pair"
-                    run.phase(last, forward=index, backward=index - 1)
-                if not self.interleaves or index == count:
-                    run.phase(BACKWARD, backward=index)
+            for phase, forward, backward in phases_of_step(self.lowered, count):
+                run.phase(phase, forward=forward, backward=backward)
         return run.losses
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Losses of these micro-batches, forward only, with the weights as they are now."""
+        names = [name for name in (GATHER, FORWARD) if name in self.graphs]
+        if not self._alone:
+            for name in names:
+                order = self.op_graphs[name].order
+                self._alone[name] = lower({name: self.graphs[name]}, order)
+        losses = []
+        with torch.no_grad():
+            if GATHER in self._alone:
+                StepRun(self, [], None).outputs(self._alone[GATHER], {})
+            for batch in batches:
+                run = StepRun(self, [(*batch, no_dropout())], None)
+                losses.append(run.outputs(self._alone[FORWARD], {FORWARD: 1})[0])
+        return losses
 
     def constant(self, role: str, target: str) -> Any:
         """A parameter, buffer or gradient sum by name, or the tangent of the loss."""
         return self._tangent if role == "tangent" else self._constants[role, target]
-
-    @property
-    def saved(self) -> tuple[str, ...]:
-        """Names of the forward's outputs after the loss."""
-        return self._saved
 
 
 class StepRun:
@@ -133,10 +162,20 @@ class StepRun:
         """Run one phase; `saved` and `carried` are emptied first, so that values die at their
         last use. `forward` and `backward` are the 1-based micro-batches of the strands."""
         lowered = self.executor.lowered[name]
-        of = {FORWARD: forward, NEXT: forward + 1, BACKWARD: backward}
+        of = {
+            GATHER: forward,
+            FORWARD: forward,
+            NEXT: forward + 1,
+            BACKWARD: backward,
+            REDUCE: backward,
+        }
+        self._take(lowered, self.outputs(lowered, of))
+
+    def outputs(self, lowered: Lowered, of: Mapping[str, int]) -> Sequence[Any]:
+        """Run a graph; `of` gives the micro-batch of each strand."""
         inputs = []
         for strand, binding in lowered.inputs:
-            if binding.role == "batch" and strand != BACKWARD:
+            if binding.role == "batch":
                 inputs.append(self.batches[of[strand] - 1][int(binding.target)])
             elif binding.role == "saved":
                 inputs.append(self.saved.pop(binding.target))
@@ -145,10 +184,8 @@ class StepRun:
             else:
                 inputs.append(self.executor.constant(binding.role, binding.target))
         if self.recorder is None:
-            outputs = lowered.module(inputs)
-        else:
-            outputs = self.recorder.run(lowered, inputs, of)
-        self._take(lowered, outputs)
+            return lowered.module(inputs)
+        return self.recorder.run(lowered, inputs, of)
 
     def _take(self, lowered: Lowered, outputs: Sequence[Any]) -> None:
         made = list(zip(lowered.outputs, outputs, strict=True))

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from interlace.graphs.collectives import CONSUMERS, ISSUE, Pending
+from interlace.graphs.collectives import CALL_OF, CONSUMERS, Pending
 from interlace.graphs.torch_private import process_group
 from interlace.ir.graph import Kind, Operator
 from interlace.runtime.recorder import Recorder
-
-_ISSUE_OF = {kind: issue for issue, kind in ISSUE.values()}
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class CollectiveCall:
         return [self._start(self.x.clone()) for _ in range(count)]
 
     def _start(self, x: Tensor) -> Callable[[], Pending]:
-        issue = _ISSUE_OF[self.op.kind]
+        issue = CALL_OF[self.op.kind]
         options = {"consume": True} if issue in CONSUMERS else {}
         return lambda: issue(x, *self.rest, **options)
 
@@ -71,6 +69,9 @@ class CollectiveCall:
         rest = self.rest
         if self.op.kind is Kind.ALL_TO_ALL:
             rest = ([rows] * ranks, [rows] * ranks, *rest[2:])
+        elif self.op.kind is Kind.SEND:
+            ways = ([count if split else 0 for split in splits] for splits in rest[:2])
+            rest = (*ways, *rest[2:])
         return CollectiveCall(self.op, x, rest)
 
 
@@ -88,10 +89,11 @@ class Capture(Recorder):
         graph = self.graphs.get(node.meta.get("strand", ""))
         op = graph.by_id.get(node.meta["name"]) if graph and node.op == "call_function" else None
         if op is not None and op.key in self.wanted:
-            self._keep(op, node, fx.node.map_arg(node.args, values.__getitem__))
+            given = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            self._keep(op, node, *given)
         return super()._step(node, values, root, micro_batch)
 
-    def _keep(self, op: Operator, node: fx.Node, args: Any) -> None:
+    def _keep(self, op: Operator, node: fx.Node, args: Any, kwargs: Any) -> None:
         if op.is_collective and op.key not in self.collectives:
             x, *rest = args
             self.collectives[op.key] = CollectiveCall(op, x.clone(), tuple(rest))
@@ -99,7 +101,7 @@ class Capture(Recorder):
             if _writes(node.target):
                 args = (args[0].clone(), *args[1:])
             target: Any = node.target
-            self.compute[op.key] = ComputeCall(op, target, tuple(args), dict(node.kwargs))
+            self.compute[op.key] = ComputeCall(op, target, tuple(args), dict(kwargs))
 
 
 def _writes(target: Any) -> bool:

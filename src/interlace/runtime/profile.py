@@ -9,13 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from interlace.cost.profile import measure
+from interlace.graphs.dropout import seeds_for, takes_seeds
 from interlace.graphs.lower import lower
 from interlace.ir.costs import CostTable, PairCost
 from interlace.ir.graph import Kind, OpGraph
+from interlace.ir.phases import BACKWARD, FORWARD, GATHER, REDUCE
 from interlace.ir.timeline import Timeline
-from interlace.runtime.executor import Batch, StrandExecutor, local
+from interlace.runtime.executor import Batch, StrandExecutor
 from interlace.runtime.operands import Capture
 from interlace.runtime.pairs import measure_pair
 from interlace.runtime.recorder import Recorder, clock_for
@@ -38,8 +41,8 @@ class Profiler:
 
     @property
     def graphs(self) -> dict[str, OpGraph]:
-        """Both directions."""
-        return {name: self.strands.op_graphs[name] for name in ("forward", "backward")}
+        """Those of the strands."""
+        return dict(self.strands.op_graphs)
 
     def run_once(self) -> Timeline:
         """One micro-batch forward and backward, recorded."""
@@ -56,30 +59,41 @@ class Profiler:
         return capture
 
 
-def open_profiler(strands: Strands, batch: Batch, device_type: str) -> Profiler:
-    """A profiler of this chunk; gradients go to scratch buffers."""
+def open_profiler(
+    strands: Strands,
+    batch: Batch,
+    device_type: str,
+    constants: Mapping[tuple[str, str], Tensor],
+) -> Profiler:
+    """A profiler of this chunk. Gradients go to scratch copies of those in `constants`."""
     scratch = {
-        name: torch.zeros_like(parameter.detach(), dtype=torch.float32)
-        for name, parameter in strands.module.named_parameters(remove_duplicate=False)
-        if name in strands.chunk.parameters
+        key: torch.zeros_like(tensor) if "gradient" in key[0] else tensor
+        for key, tensor in constants.items()
     }
-    executor = strands.executor(
-        strands.sequential, {name: local(buffer) for name, buffer in scratch.items()}
-    )
-    for phase in executor.lowered:
-        graph = strands.backward if phase == "backward" else strands.chunk.forward
-        executor.lowered[phase] = lower(
-            {phase: graph}, strands.op_graphs[phase].order, late_waits=False
-        )
+    if takes_seeds(strands.graphs[FORWARD]):
+        batch = (*batch, seeds_for(0, step=0, micro_batch=0))
+    plan = strands.sequential
+    executor = strands.executor(plan, scratch)
+    beside = {FORWARD: GATHER, BACKWARD: REDUCE}
+    for phase, other in beside.items():
+        names = [name for name in (phase, other) if name in strands.graphs]
+        parts = {name: strands.graphs[name] for name in names}
+        executor.lowered[phase] = lower(parts, plan.phases[phase].order, late_waits=False)
     return Profiler(strands, executor, batch, device_type)
 
 
 def profile_strands(
-    strands: Strands, batch: Batch, device_type: str, *, repeats: int, machine: str
+    strands: Strands,
+    batch: Batch,
+    device_type: str,
+    constants: Mapping[tuple[str, str], Tensor],
+    *,
+    repeats: int,
+    machine: str,
 ) -> CostTable:
     """What a training run measures at start-up: every operator and collective alone, and how
     much the kinds that take most of the time slow each other down. Collective."""
-    profiler = open_profiler(strands, batch, device_type)
+    profiler = open_profiler(strands, batch, device_type, constants)
     table = measure(
         profiler.run_once,
         profiler.graphs,

@@ -131,11 +131,11 @@ class Recorder:
     ) -> Any:
         if node.op == "get_attr":
             return getattr(root, str(node.target))
-        args = fx.node.map_arg(node.args, values.__getitem__)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         part = node.meta["strand"]
         strand = BASE_STRAND.get(part, part)
         event = _Event(node.meta["name"], strand, micro_batch.get(part, 0), self.clock.now())
-        result = node.target(*args, **node.kwargs)  # type: ignore[operator]
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
         event.end = self.clock.now()
         event.is_wait = node.target is wait
         if event.is_wait:

@@ -1,5 +1,6 @@
 """A plan by PyTorch's own overlap scheduler, to compare with."""
 
+from interlace.errors import InputError
 from interlace.graphs.inductor import inductor_order
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
@@ -13,10 +14,19 @@ def inductor_plan(strands: Strands, costs: CostTable) -> Plan:
     """The scheduler's order of each phase, from the same times as any search.
 
     It moves operators little, so of the pair it is given an order in which both strands progress
-    alike. Raises InputError where torch has no such scheduler.
+    alike. Raises InputError where torch has no such scheduler, and for a step that gathers weights
+    or reduces gradients outside of micro-batches.
     """
-    traced = {FORWARD: strands.chunk.forward, BACKWARD: strands.backward}
-    graphs = phase_graphs(strands.op_graphs[FORWARD], strands.op_graphs[BACKWARD], 0)
+    others = sorted(strands.graphs.keys() - {FORWARD, BACKWARD})
+    if others:
+        raise InputError(
+            f"PyTorch's overlap scheduler is not given the strands {', '.join(others)} of a "
+            "data-parallel step",
+            hint="leave inductor out of compare.modes, or set parallel.zero to 3 and "
+            "parallel.reduce to micro_batch",
+        )
+    traced = {name: strands.graphs[name] for name in (FORWARD, BACKWARD)}
+    graphs = phase_graphs(strands.op_graphs, 0)
     phases = {}
     for phase in PHASES:
         graph, solo_ns = graphs[phase], costs.of(graphs[phase])
@@ -30,7 +40,7 @@ def inductor_plan(strands: Strands, costs: CostTable) -> Plan:
             graph, order, solo_ns, issue_ns=costs.issue_ns, contention=costs.contention
         )
         phases[phase] = PhasePlan(order, timeline.length_ns, timeline.exposed_ns())
-    return Plan("inductor", graphs["pair"].digest, costs.digest, phases)
+    return Plan("inductor", strands.digest, costs.digest, phases)
 
 
 def alternating(graph: OpGraph, solo_ns: dict[str, int]) -> tuple[str, ...]:

@@ -1,21 +1,29 @@
-"""From a laid-out module to something that runs: trace, export, plan, lower.
+"""From a laid-out module to something that runs: trace, share over data-parallel ranks, export.
 
 `Strands` holds everything that is needed to plan and to run one chunk on this rank. It is built
 once; executors for one and for two strands share its graphs and gradient buffers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement
 
 from interlace.graphs.accumulate import accumulate_gradients
+from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
+from interlace.graphs.dropout import fix_dropout
 from interlace.graphs.export import export, output_storages
+from interlace.graphs.recompute import KEEP_ALL, RecomputePolicy, with_recompute
+from interlace.graphs.repeat import trace_repeated
 from interlace.graphs.trace import ChunkGraphs, StrandGraph, trace_chunk
-from interlace.ir.graph import OpGraph, merge
+from interlace.ir.graph import OpGraph
+from interlace.ir.phases import BACKWARD, FORWARD, GATHER, REDUCE, pair_graph
 from interlace.ir.plan import Plan, sequential
-from interlace.runtime.executor import Batch, StrandExecutor
+from interlace.parallel.data import DataLayout
+from interlace.runtime.executor import Batch, StrandExecutor, local
 
 
 @dataclass(frozen=True)
@@ -23,27 +31,49 @@ class Strands:
     """A traced chunk: graphs to run and graphs to plan on."""
 
     module: nn.Module
-    chunk: ChunkGraphs
-    backward: StrandGraph
-    """Backward with accumulation into buffers; has no outputs."""
+    graphs: Mapping[str, StrandGraph]
+    """`forward`; `backward` with accumulation into buffers, which has no outputs; `gather` and
+    `reduce` if data-parallel ranks exchange something once a step."""
     op_graphs: Mapping[str, OpGraph]
-    """`forward`, `backward`, and `pair`, the two merged."""
+    """The same strands as a planner sees them."""
+    saved: tuple[str, ...]
+    """Names of the forward's outputs after the loss."""
+    parameters: tuple[str, ...]
+    """Names of the parameters that get a gradient."""
+    placements: Mapping[str, tuple[Placement, ...] | None]
+    """Layout of each parameter's gradient over tensor-parallel ranks, None for plain tensors."""
+    data: DataLayout | None
+    not_repeated: str = ""
+    """Why every block was traced though one of each kind was to be enough."""
+
+    @cached_property
+    def pair(self) -> OpGraph:
+        """All strands in one graph."""
+        return pair_graph(self.op_graphs)
 
     @property
     def digest(self) -> str:
         """Hash of the graphs; equal on all ranks that run the same program."""
-        return self.op_graphs["pair"].digest
+        return self.pair.digest
 
     @property
     def sequential(self) -> Plan:
         """One strand: the order in which the graphs were traced."""
-        return sequential(self.op_graphs["forward"], self.op_graphs["backward"])
+        return sequential(self.op_graphs)
 
-    def executor(self, plan: Plan, gradients: Mapping[str, Tensor]) -> StrandExecutor:
-        """Something that runs steps as planned. Raises InputError for an invalid plan."""
-        plan.validate(self.op_graphs["forward"], self.op_graphs["backward"], "plan")
+    def executor(self, plan: Plan, constants: Mapping[tuple[str, str], Tensor]) -> StrandExecutor:
+        """Something that runs steps as planned. `constants` holds what the graphs' inputs of roles
+        `parameter`, `gradient`, `shard` and `shard_gradient` stand for, by (role, target).
+        Raises InputError for an invalid plan."""
+        plan.validate(self.op_graphs, "plan")
+        buffers = {("buffer", name): local(b) for name, b in self.module.named_buffers()}
         return StrandExecutor(
-            self.module, self.chunk, self.backward, plan, self.op_graphs, gradients
+            self.graphs,
+            self.saved,
+            plan,
+            self.op_graphs,
+            {**buffers, **constants},
+            data_ranks=self.data.ranks if self.data else 1,
         )
 
 
@@ -52,15 +82,59 @@ def build_strands(
     example: Batch,
     axis_of_group: Mapping[str, str],
     *,
+    data: DataLayout | None = None,
     buffer_dtype: torch.dtype = torch.float32,
+    recompute: RecomputePolicy = KEEP_ALL,
+    repeat: bool = False,
 ) -> Strands:
-    """Trace `module(*example) -> loss`; gradients will be summed in `buffer_dtype`."""
-    chunk = trace_chunk(module, example)
-    backward = accumulate_gradients(chunk, buffer_dtype)
-    axes = dict(axis_of_group)
+    """Trace `module(*example) -> loss`; gradients will be summed in `buffer_dtype`, and over the
+    data-parallel ranks of `data`. A chunk with dropout takes seeds behind its batch.
+
+    `repeat` traces a few blocks and copies the others (`graphs.repeat`): for models whose code
+    treats blocks of one kind alike.
+    """
+    tensor = [group for group, axis in axis_of_group.items() if axis == "tp"]
+    if repeat:
+        chunk, _, reason = trace_repeated(module, example)
+    else:
+        chunk, reason = trace_chunk(module, example), ""
+    chunk = fix_dropout(chunk, batch_inputs=len(example), tensor_groups=tensor)
+    chunk = with_recompute(chunk, recompute)
+    strands = share(module, chunk, axis_of_group, data, buffer_dtype)
+    return replace(strands, not_repeated=reason)
+
+
+def share(
+    module: nn.Module,
+    chunk: ChunkGraphs,
+    axis_of_group: Mapping[str, str],
+    data: DataLayout | None,
+    buffer_dtype: torch.dtype,
+) -> Strands:
+    """The strands of a traced chunk, whose graphs are changed."""
+    done: frozenset[str] = frozenset()
+    if data is not None and data.reduce_each:
+        done = reduce_each(chunk, data, buffer_dtype)
     graphs = {
-        "forward": export(chunk.forward, axes),
-        "backward": export(backward, axes, output_storages(chunk.forward)),
+        FORWARD: chunk.forward,
+        BACKWARD: accumulate_gradients(chunk, buffer_dtype, done=done),
     }
-    graphs["pair"] = merge("pair", graphs)
-    return Strands(module, chunk, backward, graphs)
+    if data is not None:
+        if data.gathers_each:
+            graphs |= {name: gather_each(graphs[name], data) for name in (FORWARD, BACKWARD)}
+        elif any(bucket.sharded for bucket in data.buckets):
+            graphs[GATHER] = gather_once(graphs[FORWARD], data)
+        reduce = reduce_once(graphs[BACKWARD], data, buffer_dtype)
+        if reduce.bindings:
+            graphs[REDUCE] = reduce
+    axes = dict(axis_of_group)
+    storages = {BACKWARD: output_storages(chunk.forward)}
+    return Strands(
+        module,
+        graphs,
+        {name: export(graph, axes, storages.get(name, {})) for name, graph in graphs.items()},
+        chunk.saved,
+        chunk.parameters,
+        chunk.placements,
+        data,
+    )

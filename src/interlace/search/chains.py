@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from interlace.ir.graph import Operator, OpGraph
+from interlace.ir.phases import BACKWARD, FORWARD, GATHER, NEXT, REDUCE
 from interlace.search.problem import Problem
 
-JOBS = {"next": "forward", "previous": "backward"}
+_JOBS = {NEXT: FORWARD, GATHER: FORWARD, REDUCE: BACKWARD}
 """Strands that share the chain of another one."""
-LATER = ("next", "backward")
-"""Strands that come second in their chain: `forward` then `next`, `previous` then `backward`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +62,21 @@ def strand_of(operator: str) -> str:
 
 def job_of(strand: str) -> str:
     """The job that a strand belongs to: `forward`, `backward`, or one of its own."""
-    return JOBS.get(strand, strand)
+    return _JOBS.get(strand, strand)
 
 
 def jobs(graph: OpGraph) -> dict[str, list[Operator]]:
-    """The operators of each job, strand after strand, in graph order within a strand.
+    """The operators of each job in graph order, those for a later micro-batch behind the others.
 
-    Strands of one job run one after the other. If all strands belong to one job, nothing else is
-    there to run beside them, and each is a job of its own.
+    If all operators belong to one job, nothing else is there to run beside it, and those for a
+    later micro-batch are a job of their own.
     """
-    strands: dict[str, list[Operator]] = {}
-    for op in graph.operators:
-        strands.setdefault(strand_of(op.id), []).append(op)
-    if len({job_of(strand) for strand in strands}) == 1:
-        return strands
+    alone = len({job_of(strand_of(op.id)) for op in graph.operators}) == 1
     found: dict[str, list[Operator]] = {}
-    for strand in sorted(strands, key=lambda strand: strand in LATER):  # stable
-        found.setdefault(job_of(strand), []).extend(strands[strand])
+    for op in sorted(graph.operators, key=lambda op: strand_of(op.id) == NEXT):  # stable
+        strand = strand_of(op.id)
+        job = NEXT if alone and strand == NEXT else job_of(strand)
+        found.setdefault(job, []).append(op)
     return found
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interlace.ir.graph import OpGraph
-from interlace.search.memory import peak_bytes
+from interlace.ir.plan import sequential
+from interlace.search.memory import step_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,6 @@ class MemoryLimits:
         the other always keeps within the share, so that alone never leaves a phase unplanned."""
         if self.extra_share is None:
             return self.bound_bytes
-        one = max(peak_bytes(graph, graph.order) for graph in strands.values())
+        one = step_peak_bytes(sequential(strands), strands)
         extra = max(self.extra_bytes, int(self.extra_share * (self.constant_bytes + one)))
         return min(self.bound_bytes or one + extra, one + extra)

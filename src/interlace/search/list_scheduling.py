@@ -12,18 +12,15 @@ the result is never predicted to be slower than running the strands one after th
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from interlace.ir.graph import OpGraph
-from interlace.ir.plan import PhasePlan
+from interlace.ir.phases import FORWARD
 from interlace.search.bounds import longest_paths
 from interlace.search.chains import job_of, strand_of
 from interlace.search.evaluator import Evaluator
 from interlace.search.problem import Problem
-from interlace.sim.strands import simulate
 
 SCALES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-FORWARD = "forward"
 
 
 def order_list(problem: Problem) -> tuple[str, ...]:
@@ -36,27 +33,13 @@ def order_list(problem: Problem) -> tuple[str, ...]:
 def list_orders(problem: Problem, world: Evaluator) -> list[list[int]]:
     """The sequential order and one list schedule for each scale."""
     strands = [strand_of(op.id) for op in problem.graph.operators]
-    scaled = FORWARD if FORWARD in strands else ""
-    return [list(range(len(world.names))), *_schedules(world, strands, scaled)]
+    return [list(range(len(world.names))), *_schedules(world, strands)]
 
 
-def list_schedule(
-    graph: OpGraph, solo_ns: Mapping[str, int], *, issue_ns: int = 0, scaled_strand: str = ""
-) -> PhasePlan:
-    """The best order found for `graph`. With `scaled_strand` (`forward`) its priorities are tried
-    at several scales against those of the other strand."""
-    world = Evaluator(graph, solo_ns, issue_ns)
-    strands = [strand_of(op.id) for op in graph.operators]
-    found = [list(range(len(world.names))), *_schedules(world, strands, scaled_strand)]
-    order = world.order(min(found, key=lambda order: world.length(order)[0]))
-    timeline = simulate(graph, order, solo_ns, issue_ns=issue_ns)
-    return PhasePlan(order, timeline.length_ns, timeline.exposed_ns())
-
-
-def _schedules(world: Evaluator, strands: Sequence[str], scaled: str) -> list[list[int]]:
+def _schedules(world: Evaluator, strands: Sequence[str]) -> list[list[int]]:
     by_name = longest_paths(world.graph, dict(zip(world.names, world.time, strict=True)))
     paths = [by_name[name] for name in world.names]
-    faster = [bool(scaled) and job_of(strand) == scaled for strand in strands]
+    faster = [job_of(strand) == FORWARD for strand in strands]
     scales = SCALES if any(faster) and not all(faster) else (1.0,)
     found = []
     for scale in scales:

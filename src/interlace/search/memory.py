@@ -9,9 +9,11 @@ gradient buffers and batches are there anyway and are not counted.
 So what is alive depends on the set of operators issued, not on their order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from interlace.ir.graph import OpGraph
+from interlace.ir.phases import phase_graphs
+from interlace.ir.plan import Plan
 
 
 class Liveness:
@@ -114,3 +116,9 @@ def peak_bytes(graph: OpGraph, order: Sequence[str]) -> int:
     """Largest number of bytes alive at any moment of `order`."""
     values = Liveness(graph)
     return peak_of(values, [values.number[name] for name in order])
+
+
+def step_peak_bytes(plan: Plan, graphs: Mapping[str, OpGraph]) -> int:
+    """The largest peak of the phases that a step of `plan` runs; `graphs` are the strands'."""
+    of_phase = phase_graphs(graphs, plan.ahead)
+    return max(peak_bytes(of_phase[name], order) for name, order in plan.orders.items())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from interlace.errors import InputError, nearest
 from interlace.ir.costs import Contention, CostTable
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
-from interlace.ir.phases import BACKWARD, FORWARD, PHASES, phase_graphs
+from interlace.ir.phases import PHASES, pair_graph, phase_graphs
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.ir.timeline import WAIT, Timeline
 from interlace.search.exact import order_exact
@@ -65,33 +65,31 @@ def make_plan(
 ) -> Plan:
     """Plan every phase of a step. Deterministic: equal graphs and costs, equal plan.
 
-    `graphs` has `forward` and `backward`. Raises InputError for an unknown search, or if a phase
+    `graphs` are those of the strands. Raises InputError for an unknown search, or if a phase
     needs more than the bound of `limits`. `list` and `paper` know no other limit than that."""
     if search not in SEARCHES:
         raise InputError(f"unknown search {search!r}", hint=nearest(search, SEARCHES))
-    forward, backward = graphs[FORWARD], graphs[BACKWARD]
     best = SEARCHES[search].optimises
-    aim = limits.aim({FORWARD: forward, BACKWARD: backward}) if best else limits.bound_bytes
+    aim = limits.aim(graphs) if best else limits.bound_bytes
 
     def problem(graph: OpGraph) -> Problem:
         solo = costs.of(graph)
         return Problem(graph, solo, costs.issue_ns, aim, costs.contention)
 
     def phases(ahead: int) -> dict[str, PhasePlan]:
-        of_phase = phase_graphs(forward, backward, ahead)
+        of_phase = phase_graphs(graphs, ahead)
         return {name: plan_phase(problem(of_phase[name]), search) for name in PHASES}
 
     ahead = 0
     if best:
-        ahead = choose_ahead(forward, backward, lambda graph: _quickened(problem(graph)))
+        ahead = choose_ahead(graphs, lambda graph: _quickened(problem(graph)))
     try:
         planned = phases(ahead)
     except InputError:
         if not ahead:
             raise
         ahead, planned = 0, phases(0)  # a head keeps more values: the bound may allow none
-    digest = phase_graphs(forward, backward, 0)["pair"].digest
-    return Plan(search, digest, costs.digest, planned, ahead)
+    return Plan(search, pair_graph(graphs).digest, costs.digest, planned, ahead)
 
 
 def plan_phase(problem: Problem, search: str) -> PhasePlan:

@@ -7,10 +7,10 @@ collective, one strand computes while the other communicates from the first oper
 the next micro-batch, so among heads that are about as good the smallest is taken.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import phase_graphs
+from interlace.ir.phases import BACKWARD, FORWARD, phase_graphs
 from interlace.search.evaluator import Evaluator
 from interlace.search.exact import order_quick
 from interlace.search.problem import Problem
@@ -23,10 +23,10 @@ one that ends behind the second collective: the gather of the first layer's inpu
 AS_GOOD = 1.005
 
 
-def choose_ahead(
-    forward: OpGraph, backward: OpGraph, problem_of: Callable[[OpGraph], Problem]
-) -> int:
-    """Operators of `forward`, in its own order, that should run one phase ahead; 0 for none."""
+def choose_ahead(graphs: Mapping[str, OpGraph], problem_of: Callable[[OpGraph], Problem]) -> int:
+    """Operators of the forward graph, in its own order, that should run one phase ahead; 0 for
+    none. `graphs` are those of the strands."""
+    forward, backward = graphs[FORWARD], graphs[BACKWARD]
     ends = [i + 1 for i, op in enumerate(forward.operators) if op.is_collective][:HEADS]
     size = len(forward.operators) + len(backward.operators)
     heads = (0, *ends)[: BUDGET // size]
@@ -34,7 +34,7 @@ def choose_ahead(
         return ends[1] if len(ends) > 1 else 0
     lengths = {}
     for ahead in heads:
-        problem = problem_of(phase_graphs(forward, backward, ahead)["pair"])
+        problem = problem_of(phase_graphs(graphs, ahead)["pair"])
         order = order_quick(problem)
         if order is not None:
             world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)

@@ -4,20 +4,22 @@ from collections.abc import Mapping
 
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
+from interlace.ir.phases import BACKWARD, FORWARD, GATHER, REDUCE
 from interlace.search.bounds import longest_paths
 
 
-def step_bound_ns(forward: OpGraph, backward: OpGraph, costs: CostTable, micro_batches: int) -> int:
+def step_bound_ns(graphs: Mapping[str, OpGraph], costs: CostTable, micro_batches: int) -> int:
     """The largest of
 
     * one micro-batch alone: the longest path to the end of its forward's compute, then that of
       its backward;
     * for each lane, its work for all micro-batches, after the earliest moment at which a forward
       can use it and before what must follow its last use in a backward;
-    * for each link, the work of all lanes that share it.
+    * for each link, the work of all lanes that share it, with what is exchanged once a step.
 
     A rank issues the backward of a micro-batch after its forward, and contention only adds time.
     """
+    forward, backward = graphs[FORWARD], graphs[BACKWARD]
     first_ns, last_ns = costs.of(forward), costs.of(backward)
     starts, tails = _earliest_starts(forward, first_ns), longest_paths(backward, last_ns)
     computed = [op.id for op in forward.operators if not op.is_collective]
@@ -33,6 +35,12 @@ def step_bound_ns(forward: OpGraph, backward: OpGraph, costs: CostTable, micro_b
         bounds.append(min(before, forward_ns) + work + after)
         link = costs.contention.links.get(lane, lane)
         shared[link] = shared.get(link, 0) + work
+    for once in (graphs[name] for name in (GATHER, REDUCE) if name in graphs):
+        solo_ns = costs.of(once)
+        for lane in once.lanes:
+            link = costs.contention.links.get(lane, lane)
+            held = _held(once, lane, solo_ns, costs.issue_ns)
+            shared[link] = shared.get(link, 0) + sum(held.values())
     return max(*bounds, *shared.values())
 
 

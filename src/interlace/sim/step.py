@@ -8,7 +8,20 @@ from collections.abc import Iterator, Mapping
 
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import BACKWARD, FORWARD, NEXT, without_head
+from interlace.ir.phases import (
+    AGAIN,
+    BACKWARD,
+    BASE_STRAND,
+    BEFORE,
+    FORWARD,
+    GATHER,
+    LAST,
+    NEXT,
+    REDUCE,
+    STRANDS,
+    phase_graphs,
+    phases_of_step,
+)
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
 from interlace.sim.strands import Rank, Transfer
@@ -22,15 +35,19 @@ def simulate_step(
     *,
     label: str = "predicted",
 ) -> Timeline:
-    """The timeline of one step of `micro_batches` under `plan`; `graphs` has `forward` and
-    `backward`. A plan without a `pair` phase runs one strand."""
-    strands = {name: graphs[name] for name in (FORWARD, BACKWARD)}
+    """The timeline of one step of `micro_batches` under `plan`; `graphs` are those of the strands.
+    A plan without a `pair` phase runs one strand."""
+    strands = {name: graphs[name] for name in STRANDS if name in graphs}
     times = {name: costs.of(graph) for name, graph in strands.items()}
+    across = _across(phase_graphs(graphs, plan.ahead))
     rank = Rank(costs.issue_ns, costs.contention)
     flying: dict[tuple[str, int, str], Transfer] = {}
     for strand, micro_batch, name, stop in _operators(plan, micro_batches):
         op = strands[strand].by_id[name]
-        sources = ((strand, micro_batch, source) for source in op.inputs)
+        sources = [(strand, micro_batch, source) for source in op.inputs]
+        sources += [
+            (other, micro_batch, source) for other, source in across.get((strand, name), ())
+        ]
         rank.wait(flying[source] for source in sources if source in flying)
         ns = times[strand][name]
         if op.is_collective:
@@ -42,31 +59,36 @@ def simulate_step(
     return Timeline(label, 0, rank.finish())
 
 
+def _across(of_phase: Mapping[str, OpGraph]) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """What each operator waits for in another strand of its own micro-batch."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for graph in of_phase.values():
+        for op in graph.operators:
+            strand, _, name = op.id.rpartition(".")
+            strand = BASE_STRAND.get(strand, strand)
+            for source in op.inputs:
+                other, _, own = source.rpartition(".")
+                if BASE_STRAND.get(other, other) != strand:
+                    found.setdefault((strand, name), []).append((other, own))
+    return found
+
+
 def _operators(plan: Plan, micro_batches: int) -> Iterator[tuple[str, int, str, bool]]:
     """(strand, micro-batch, operator, whether a barrier follows) in the order of issue."""
-    for phase, forward, backward in _phases(plan, micro_batches):
-        planned = plan.phases["pair" if phase == "last" else phase]
-        order = without_head(planned.order) if phase == "last" else planned.order
-        stops = frozenset(planned.barriers)
+    orders = plan.orders
+    for phase, forward, backward in phases_of_step(orders, micro_batches):
+        planned = plan.phases.get("pair" if phase == LAST else phase)
+        stops = frozenset(planned.barriers if planned else ())
         owner = {
             FORWARD: (FORWARD, forward),
+            GATHER: (GATHER, forward),
             NEXT: (FORWARD, forward + 1),
             BACKWARD: (BACKWARD, backward),
+            REDUCE: (REDUCE, backward),
+            AGAIN: (FORWARD, forward),
+            BEFORE: (BACKWARD, backward),
         }
-        for full_name in order:
+        for full_name in orders[phase]:
             head, _, name = full_name.rpartition(".")
             strand, micro_batch = owner[head or phase]
             yield strand, micro_batch, name, full_name in stops
-
-
-def _phases(plan: Plan, micro_batches: int) -> Iterator[tuple[str, int, int]]:
-    """(phase, forward micro-batch, backward micro-batch), as the executor runs them."""
-    if "pair" not in plan.phases:
-        for index in range(1, micro_batches + 1):
-            yield FORWARD, index, 0
-            yield BACKWARD, 0, index
-        return
-    yield FORWARD, 1, 0
-    for index in range(2, micro_batches + 1):
-        yield ("last" if index == micro_batches else "pair"), index, index - 1
-    yield BACKWARD, 0, micro_batches

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from interlace.config import Mode
 from interlace.errors import RunError
-from interlace.ir.phases import BACKWARD, FORWARD, phase_graphs
 from interlace.ir.steady import compute_ns, steady_state
 from interlace.ir.timeline import Timeline
 from interlace.runtime.executor import Batch, local
 from interlace.runtime.memory import Growth, measure_growth
-from interlace.search.memory import peak_bytes
+from interlace.search.memory import step_peak_bytes
 from interlace.search.step_bounds import step_bound_ns
 from interlace.sim.step import simulate_step
 from interlace.train.optimizer import set_step
@@ -33,7 +32,6 @@ from interlace.train.session import Session, link_label
 from interlace.train.weights import clip_gradients
 
 State = list[Tensor]
-_GRADIENT_BYTES = 4  # gradient sums are float32
 
 
 @dataclass
@@ -108,6 +106,7 @@ def _take_turn(
     set_step(session.schedule, step)
     dist.barrier()
     wall, cpu = time.perf_counter_ns(), time.process_time_ns()
+    session.engines[mode].number = step
     losses = session.engines[mode].step(batches)
     if session.device.type == "cuda":
         torch.cuda.synchronize()
@@ -180,7 +179,7 @@ def _summary(session: Session, results: Mapping[Mode, ModeResult], steps: int) -
         "steps": steps,
         "micro_batches": session.config.train.micro_batches,
         "link": link_label(session.config),
-        "constant_bytes": constant_bytes(session),
+        "constant_bytes": session.constant_bytes,
         "modes": {mode: _mode_row(session, mode, result) for mode, result in results.items()},
     }
     strands = [result for mode, result in results.items() if mode != "eager"]
@@ -220,21 +219,23 @@ def _gains(results: Mapping[Mode, ModeResult], ours: Mode) -> dict[str, Any]:
 
 def _mode_row(session: Session, mode: Mode, result: ModeResult) -> dict[str, Any]:
     timeline = result.timeline
-    assert timeline is not None
-    steady = steady_state(timeline)
-    row = {
+    row: dict[str, Any] = {
         "step_ms": [ns / 1e6 for ns in result.step_ns],
         "graph_ms": [ns / 1e6 for ns in result.graph_ns],
         "cpu_ms": [ns / 1e6 for ns in result.cpu_ns],
         "losses": result.losses,
         "loss_bits": [_bits(loss) for loss in result.losses],
-        "compute_ms": compute_ns(timeline) / 1e6,
-        "exposed_ms": timeline.exposed_ns() / 1e6,
-        "communication_ms": timeline.communication_ns() / 1e6,
-        "hidden_fraction": timeline.hidden_fraction(),
-        "steady_hidden_fraction": steady.hidden_fraction() if steady is not None else None,
         **_predicted(session, mode),
     }
+    if timeline is not None:
+        steady = steady_state(timeline)
+        row |= {
+            "compute_ms": compute_ns(timeline) / 1e6,
+            "exposed_ms": timeline.exposed_ns() / 1e6,
+            "communication_ms": timeline.communication_ns() / 1e6,
+            "hidden_fraction": timeline.hidden_fraction(),
+            "steady_hidden_fraction": steady.hidden_fraction() if steady is not None else None,
+        }
     if result.growth is not None:
         row["allocated_bytes"] = result.growth.allocated_bytes
         row["resident_bytes"] = result.growth.resident_bytes
@@ -246,28 +247,17 @@ def _predicted(session: Session, mode: Mode) -> dict[str, Any]:
     plan, strands, costs = session.plans.get(mode), session.strands, session.costs
     if plan is None or strands is None:
         return {}
-    forward, backward = strands.op_graphs[FORWARD], strands.op_graphs[BACKWARD]
-    of_phase = phase_graphs(forward, backward, plan.ahead)
-    peaks = [peak_bytes(of_phase[name], phase.order) for name, phase in plan.phases.items()]
-    counted = {"search": plan.search, "counted_bytes": max(peaks)}
+    graphs = strands.op_graphs
+    counted = {"search": plan.search, "counted_bytes": step_peak_bytes(plan, graphs)}
     if costs is None:
         return counted
     count = session.config.train.micro_batches
-    predicted = simulate_step(plan, strands.op_graphs, costs, count)
+    predicted = simulate_step(plan, graphs, costs, count)
     return counted | {
         "predicted_ms": predicted.length_ns / 1e6,
         "predicted_hidden_fraction": predicted.hidden_fraction(),
-        "bound_ms": step_bound_ns(forward, backward, costs, count) / 1e6,
+        "bound_ms": step_bound_ns(graphs, costs, count) / 1e6,
     }
-
-
-def constant_bytes(session: Session) -> int:
-    """Bytes on this rank that are there during all of a step: weights, masters, optimizer state,
-    gradient buffers."""
-    tensors = [local(p) for p in session.weights.module.parameters()] + _tensors(session)
-    unique = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    gradients = sum(local(p).numel() for p in session.weights.parameters) * _GRADIENT_BYTES
-    return sum(unique.values()) + gradients
 
 
 def _on_all_ranks(value: bool, session: Session) -> bool:

@@ -1,4 +1,4 @@
-"""Text files to batches: which files, which samples are held out, in which order.
+"""Data files to batches: which files, which samples are held out, in which order.
 
 A sample is `sequence_length + 1` tokens in a row; samples never overlap. Positions count samples
 of the training stream, which is one shuffled pass over the training samples after the other.
@@ -18,7 +18,15 @@ import torch
 
 from interlace.config import DataConfig
 from interlace.errors import InputError
-from interlace.train.tokens import TokenFile, Tokenizer, open_tokenizer, open_tokens
+from interlace.train.documents import companions
+from interlace.train.tokens import (
+    Corpus,
+    TokenFile,
+    Tokenizer,
+    open_tokenizer,
+    open_tokens,
+    token_ids,
+)
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -32,20 +40,24 @@ BLOCK_SAMPLES = 64
 MIN_BLOCKS = 8
 
 
-def open_dataset(config: DataConfig, *, seed: int, cache_dir: Path, divisor: int = 1) -> "Dataset":
+def open_dataset(
+    config: DataConfig, *, seed: int, cache_dir: Path, divisor: int = 1, vocab_size: int = 0
+) -> "Dataset":
     """Find, tokenise (once, into `cache_dir`) and split the text.
 
-    `divisor` is the number of ranks that share the vocabulary: `vocab_size` is rounded up to a
-    multiple of it. InputError if the text is missing, unreadable or too short.
+    `divisor` is the number of ranks that share the vocabulary: `Dataset.vocab_size` is rounded up
+    to a multiple of it. `vocab_size` is `model.vocab_size`: token ids that were made elsewhere must
+    be below it, unless 0. InputError if the text is missing, unreadable or too short.
     """
     files = find_files(config.path)
     tokenizer = open_tokenizer(config.tokenizer)
-    tokens = open_tokens(files, tokenizer, cache_dir)
+    corpus = Corpus(files=files, tokenizer=tokenizer, field=config.field, vocab_size=vocab_size)
+    tokens = open_tokens(corpus, cache_dir)
     if not len(tokens.records):
         raise InputError(
             f"data.path = {config.path!r} holds no text: {len(files)} files, "
             f"{tokens.header.skipped} of them not UTF-8",
-            hint="set data.path to text files, or to stdlib",
+            hint="set data.path to text, .jsonl, .npy or .bin files, or to stdlib",
         )
     return Dataset(config, tokens=tokens, tokenizer=tokenizer, seed=seed, divisor=divisor)
 
@@ -53,7 +65,8 @@ def open_dataset(config: DataConfig, *, seed: int, cache_dir: Path, divisor: int
 def find_files(path: str) -> list[Path]:
     """Regular files that `data.path` names, in an order that only their names decide.
 
-    In a folder, hidden files and folders are left out, and links to folders are not followed.
+    In a folder, hidden files and folders are left out, and links to folders are not followed. What
+    only describes a .bin file of those found is left out too.
     """
     if not path:
         raise InputError("data.path is empty", hint=PATH_HINT)
@@ -66,7 +79,8 @@ def find_files(path: str) -> list[Path]:
         found = [expanded]
     else:
         found = [Path(name) for name in sorted(glob.glob(str(expanded), recursive=True))]
-    regular = [file for file in found if _is_regular(file, path)]
+    describing = {beside for file in found for beside in companions(file)}
+    regular = [file for file in found if file not in describing and _is_regular(file, path)]
     if not regular:
         raise InputError(f"data.path = {path!r} matches no regular file", hint=PATH_HINT)
     return regular
@@ -120,7 +134,7 @@ class Dataset:
     ) -> None:
         self.seed = seed
         self.sequence_length = config.sequence_length
-        self.vocab_size = -(-tokenizer.vocab_size // divisor) * divisor
+        self.vocab_size = -(-tokens.vocab_size // divisor) * divisor
         """Rows that the model's embedding needs."""
         width = config.sequence_length + 1
         total = len(tokens.records) // width
@@ -136,9 +150,10 @@ class Dataset:
                 "about 0.1",
             )
         records = tokens.records[: total * width].reshape(total, width)
-        self._windows = records["token"] if records.dtype.names else records
+        self._windows = token_ids(records)
         self.held_out_bytes_per_token = _bytes_per_token(records, self._held_out)
-        """Bytes of text that one predicted token of the held-out split stands for."""
+        """Bytes of text that one predicted token of the held-out split stands for; None where
+        token ids were made elsewhere, because their text is not known."""
         facts = f"{tokens.header.digest} {width} {config.held_out!r} {tokenizer.digest}"
         self.digest = hashlib.sha256(facts.encode()).hexdigest()
         """Equal on all ranks that hold the same tokens, split in the same way."""
@@ -193,22 +208,26 @@ class Dataset:
 
     def _describe(self, config: DataConfig, tokens: TokenFile, tokenizer: Tokenizer) -> str:
         header = tokens.header
+        text = f"{header.text_bytes:,} bytes of text, " if header.text_bytes else ""
+        made = f"{tokenizer.name}, " if text else "ids as they are, "
+        ends = f", {tokenizer.separator} after each text" if text else ""
         parts = [
-            f"{config.path}: {header.documents:,} files, {header.text_bytes:,} bytes of text, "
-            f"{header.records:,} tokens ({tokenizer.name}, vocabulary {tokenizer.vocab_size:,}, "
-            f"{tokenizer.separator} after each file)",
+            f"{config.path}: {header.documents:,} documents, {text}{header.records:,} tokens "
+            f"({made}vocabulary {tokens.vocab_size:,}{ends})",
             f"{self.train_samples:,} training and {self.held_out_samples:,} held-out samples of "
             f"{self.sequence_length} tokens",
         ]
         if header.skipped:
             parts.append(f"{header.skipped:,} files skipped: not UTF-8 text")
+        if header.empty:
+            parts.append(f"{header.empty:,} documents skipped: empty")
         return "; ".join([*parts, tokens.note] if tokens.note else parts)
 
 
-def _bytes_per_token(records: np.ndarray, samples: np.ndarray) -> float:
+def _bytes_per_token(records: np.ndarray, samples: np.ndarray) -> float | None:
     """Over the targets of `samples`: the first token of a sample is never predicted."""
     if not records.dtype.names:
-        return 1.0
+        return 1.0 if records.dtype == np.uint8 else None
     sizes_bytes = records["bytes"][samples][:, 1:]
     return float(sizes_bytes.sum(dtype=np.int64) / sizes_bytes.size)
 

@@ -7,14 +7,17 @@ compared bit by bit.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
+from interlace.graphs.dropout import seeds_for, takes_seeds
+from interlace.ir.phases import FORWARD
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
-from interlace.parallel.meshes import axis_of_group
+from interlace.parallel.meshes import Meshes
 from interlace.parallel.tensor import finish_gradients, loss_context
 from interlace.runtime.eager_recorder import EagerRecorder
 from interlace.runtime.executor import Batch, local
@@ -30,9 +33,12 @@ class Engine(Protocol):
         """Loss of each micro-batch (scalars); gradients are in the masters afterwards."""
         ...
 
-    def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline:
-        """The same step, recorded operator by operator."""
+    def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline | None:
+        """The same step, recorded operator by operator; None if that cannot be seen."""
         ...
+
+    number: int
+    """Which step of training comes next; dropout depends on it."""
 
     @property
     def losses(self) -> list[Tensor]:
@@ -40,14 +46,30 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """What masks of dropout depend on, beside step and micro-batch."""
+
+    seed: int = 0
+    data_rank: int = 0
+    """Numbers the ranks that see other tokens."""
+    tensor_rank: int = 0
+
+
 class EagerEngine:
     """What a user has today: PyTorch autograd on the DTensor module."""
 
-    def __init__(self, weights: MasterWeights, mesh: DeviceMesh) -> None:
+    def __init__(self, weights: MasterWeights, meshes: Meshes) -> None:
+        self.number = 0
         self.weights = weights
-        self.mesh = mesh
+        self.meshes = meshes
         self.losses: list[Tensor] = []
-        self._sums = weights.buffers() if weights.separate else {}
+        self._sums: dict[str, Tensor] = {}
+        if weights.separate or weights.data is not None:
+            self._sums = {
+                name: torch.zeros_like(local(parameter), dtype=weights.dtype)
+                for name, parameter in weights.module.named_parameters()
+            }
 
     def step(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Forward and backward of each micro-batch in turn."""
@@ -60,7 +82,8 @@ class EagerEngine:
         for buffer in self._sums.values():
             buffer.zero_()
         self.losses = []
-        with loss_context(self.mesh), recorder or nullcontext():
+        with loss_context(self.meshes.tensor), recorder or nullcontext():
+            self.weights.gather()
             for index, batch in enumerate(batches, 1):
                 if recorder is not None:
                     recorder.micro_batch, recorder.strand = index, "forward"
@@ -70,13 +93,14 @@ class EagerEngine:
                 (loss / len(batches)).backward()
                 self.losses.append(loss.detach())
                 self._add_up()
-        if self._sums:
-            self.weights.set_gradients(self._sums, self._layouts)
+            if self._sums:
+                self.weights.set_gradients(self.weights.average(self._sums), self._layouts)
         finish_gradients(self.weights.parameters)
         return self.losses
 
     def _add_up(self) -> None:
-        """With separate masters: sum this micro-batch's gradients in float32."""
+        """Where masters are not the module's parameters: sum this micro-batch's gradients in
+        float32."""
         if not self._sums:
             return
         self._layouts = {}
@@ -89,7 +113,7 @@ class EagerEngine:
 
     def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline:
         """The same step under a dispatch mode that stamps every operator."""
-        recorder = EagerRecorder(axis_of_group(self.mesh), clock_for(batches[0][0].device.type))
+        recorder = EagerRecorder(self.meshes.axis_of_group, clock_for(batches[0][0].device.type))
         self._step(batches, recorder)
         return recorder.timeline(label, rank)
 
@@ -102,13 +126,17 @@ class StrandEngine:
         weights: MasterWeights,
         strands: Strands,
         plan: Plan,
-        buffers: Mapping[str, Tensor],
+        constants: Mapping[tuple[str, str], Tensor],
+        draws: Draws = Draws(),
     ) -> None:
-        """A plan without a `pair` phase runs one strand. Engines may share `buffers`."""
+        """A plan without a `pair` phase runs one strand. `constants` are the weights' constants and
+        buffers; engines may share them."""
+        self.number = 0
+        self.draws = draws
         self.weights = weights
         self.strands = strands
-        self.executor = strands.executor(plan, buffers)
-        self.buffers = buffers
+        self.executor = strands.executor(plan, constants)
+        self.buffers = {key: tensor for key, tensor in constants.items() if "gradient" in key[0]}
         self.losses: list[Tensor] = []
 
     def step(self, batches: Sequence[Batch]) -> list[Tensor]:
@@ -118,10 +146,21 @@ class StrandEngine:
     def _step(self, batches: Sequence[Batch], recorder: Recorder | None) -> list[Tensor]:
         for buffer in self.buffers.values():
             buffer.zero_()
+        if takes_seeds(self.strands.graphs[FORWARD]):
+            batches = [(*batch, self._seeds(index)) for index, batch in enumerate(batches)]
         self.losses = self.executor.step(batches, recorder)
-        self.weights.set_gradients(self.buffers, self.strands.chunk.placements)
+        self.weights.set_gradients(self.buffers, self.strands.placements)
         finish_gradients(self.weights.parameters)
         return self.losses
+
+    def _seeds(self, micro_batch: int) -> Tensor:
+        return seeds_for(
+            self.draws.seed,
+            step=self.number,
+            micro_batch=micro_batch,
+            data_rank=self.draws.data_rank,
+            tensor_rank=self.draws.tensor_rank,
+        )
 
     def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline:
         """The same graphs, run by the recorder's interpreter."""

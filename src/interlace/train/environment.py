@@ -43,5 +43,5 @@ def describe_environment(session: Session, directory: Path) -> None:
         store.save(session.costs, directory / "costs.json")
     if session.plan is not None and session.strands is not None:
         graphs = session.strands.op_graphs
-        table = plans.to_text(session.plan, graphs["forward"], graphs["backward"])
+        table = plans.to_text(session.plan, graphs)
         (directory / "plan.txt").write_text(table, encoding="utf-8")

@@ -9,11 +9,8 @@ slowest rank's medians decide, so that all ranks decide alike.
 from dataclasses import dataclass, field
 from statistics import median
 
-import torch
-import torch.distributed as dist
-
 from interlace.config import RunConfig, Strands, tries_fallback
-from interlace.runtime.agreement import collective_device
+from interlace.cost.agreement import agree
 
 MARGIN = 1.01
 """Two strands must be slower by more than this to be dropped: a draw keeps the plan."""
@@ -21,7 +18,7 @@ MARGIN = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Medians of the slowest rank."""
+    """Medians of the slowest rank, without the first step of each, which warms up."""
 
     two_strands_ns: int
     one_strand_ns: int
@@ -70,14 +67,7 @@ class Trial:
         self._taken[mode].append(step_ns)
         if self.running:
             return None
-        medians = [int(median(self._taken[way][1:])) for way in ("2", "1")]  # the first warms up
-        two, one = _slowest_rank(medians)
-        verdict = Verdict(two, one, self.config.plan.trial_steps)
+        slowest = agree({way: median(taken[1:]) for way, taken in self._taken.items()})
+        verdict = Verdict(slowest["2"], slowest["1"], self.config.plan.trial_steps)
         self.mode = "2" if verdict.keeps_plan else "1"
         return verdict
-
-
-def _slowest_rank(nanoseconds: list[int]) -> list[int]:
-    times = torch.tensor(nanoseconds, dtype=torch.int64, device=collective_device(None))
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return times.tolist()

@@ -14,17 +14,19 @@ from interlace.config import RunConfig, Strands
 from interlace.errors import InputError, RunError
 from interlace.ir import store
 from interlace.ir.timeline import Timeline
-from interlace.parallel.tensor import loss_context
 from interlace.report.tables import comparison_lines
 from interlace.runtime.executor import Batch
 from interlace.runtime.signals import StopFlag, agreed
 from interlace.sim.step import simulate_step
+from interlace.train.checkpoint import Checkpointer
+from interlace.train.checkpoint_request import can_resume, check_request
 from interlace.train.compare import compare, update
 from interlace.train.environment import describe_environment
 from interlace.train.fallback import Trial
 from interlace.train.metrics import (
     MetricsWriter,
     bits_per_byte,
+    in_bits,
     model_flops_per_token,
     peak_flops,
     step_line,
@@ -47,7 +49,7 @@ class Trainer:
         config = session.config
         self.config = config
         self.directory = Path(config.output.directory)
-        self.batches = session.dataset.batches(config.train.micro_batch_size)
+        self.batches = session.batches()
         self.held_out = [
             session.move(batch)
             for batch in session.dataset.held_out(
@@ -60,7 +62,7 @@ class Trainer:
         self.trial = Trial(config, config.strands)
         if session.rank == 0:
             # Not before: a run that cannot start must not cost the user an earlier one.
-            for path in _earlier_run(self.directory):
+            for path in [] if can_resume(config) else _earlier_run(self.directory):
                 path.unlink()
             describe_environment(session, self.directory)
             self.metrics = MetricsWriter(self.directory, tensorboard=config.output.tensorboard)
@@ -69,12 +71,14 @@ class Trainer:
             config.model, size, config.data.sequence_length
         )
         self.peak_flops = _peak(config, session.device)
+        self.checkpoints = Checkpointer(session, self._tell_checkpoint)
 
     def run(self, stop: StopFlag) -> str:
         """Train to the end, or until a signal. Returns why it ended."""
         try:
             return self._run(stop)
         finally:
+            self.checkpoints.close()
             if self.metrics is not None:
                 self.metrics.close()
 
@@ -85,16 +89,20 @@ class Trainer:
             say(session, f"plan by search {session.plan.search!r}{self._predicted()}")
         if config.compare.steps:
             self._compare()
-        self.evaluate(0)
+        step = done = self.checkpoints.resume(self.batches)
+        if not done:
+            self.evaluate(0)
         ended = "finished"
-        for step in range(1, config.train.steps + 1):
+        for step in range(done + 1, config.train.steps + 1):
             self._step(step)
             every = config.train.evaluate_every
             if step == config.train.steps or (every and step % every == 0):
                 self.evaluate(step)
+            self.checkpoints.after_step(step, self.batches)
             if agreed(stop, None):
                 ended = f"stopped by {stop.requested or 'another rank'} after step {step}"
                 break
+        self.checkpoints.finish(step, self.batches)
         self._prove()
         self.write("end", step=step, reason=ended)
         say(session, f"{ended}; `interlace report {self.directory}` draws it")
@@ -114,6 +122,7 @@ class Trainer:
         due = bool(every) and (step % every == 0 or step == config.train.steps)
         mode, trying = self.trial.next_mode(), self.trial.running
         engine = session.engines[mode]
+        engine.number = step
         batches = self._next_batches()
         began = time.perf_counter_ns()
         timeline = None
@@ -122,10 +131,11 @@ class Trainer:
         else:
             engine.step(batches)
         rate = session.optimizer.param_groups[0]["lr"]
-        loss = float(torch.stack(engine.losses).mean())
+        loss = session.mean(torch.stack(engine.losses).mean())
         norm = self._update(step, loss)
         step_ns = time.perf_counter_ns() - began
-        tokens = len(batches) * batches[0][0].numel()
+        sharing = config.parallel.data_replicate * config.parallel.data_shard
+        tokens = len(batches) * batches[0][0].numel() * sharing * config.parallel.context
         values: dict[str, Any] = {
             "step": step,
             "loss": loss,
@@ -172,22 +182,21 @@ class Trainer:
         return [self.session.move(next(self.batches)) for _ in range(count)]
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> float:
+    def evaluate(self, step: int) -> None:
         """Mean loss on held-out text, written in bits per byte."""
-        with loss_context(self.session.mesh):
-            losses = [self.session.weights.module(*batch) for batch in self.held_out]
-        loss = float(torch.stack(losses).mean())
+        losses = self.session.evaluate(self.held_out)
+        loss = self.session.mean(torch.stack(losses).mean())
         bits = bits_per_byte(loss, self.session.dataset.held_out_bytes_per_token)
         self.write("evaluate", step=step, loss=loss, bits_per_byte=bits)
-        say(self.session, f"held out after step {step}: {bits:.3f} bits per byte")
-        return bits
+        said = in_bits(loss, self.session.dataset.held_out_bytes_per_token)
+        say(self.session, f"held out after step {step}: {said}")
 
     def _compare(self) -> None:
         session = self.session
         steps: list[Sequence[Batch]] = [
             self._next_batches() for _ in range(self.config.compare.steps)
         ]
-        self.batches = session.dataset.batches(self.config.train.micro_batch_size)
+        self.batches = session.batches()
         summary, timelines = compare(session, steps, lambda text: say(session, text))
         for timeline in timelines:
             self._keep(timeline, compared=True)
@@ -219,6 +228,10 @@ class Trainer:
         if compared or timeline.label not in self._compared:
             store.save(timeline, folder / f"{timeline.label}-rank{self.session.rank}.json")
 
+    def _tell_checkpoint(self, text: str, values: dict[str, Any]) -> None:
+        say(self.session, text)
+        self.write("checkpoint", **values)
+
     def write(self, event: str, **values: Any) -> None:
         """One line of metrics.jsonl, on the first rank."""
         if self.metrics is not None:
@@ -235,6 +248,7 @@ def _peak(config: RunConfig, device: torch.device) -> float | None:
 
 def claim_directory(config: RunConfig) -> None:
     """Make the output directory; refuse one that holds another run. First rank only."""
+    check_request(config)
     directory = Path(config.output.directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -243,7 +257,7 @@ def claim_directory(config: RunConfig) -> None:
             f"output.directory = {config.output.directory!r} cannot be made: {error.strerror}",
             hint="choose another output.directory",
         ) from error
-    if _earlier_run(directory) and not config.output.overwrite:
+    if _earlier_run(directory) and not config.output.overwrite and not can_resume(config):
         raise InputError(
             f"output.directory = {config.output.directory!r} holds an earlier run",
             hint="choose another output.directory, or set output.overwrite = true",

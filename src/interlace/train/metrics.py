@@ -73,9 +73,25 @@ def model_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: 
     return 6 * parameters + 12 * model.layers * model.width * sequence_length
 
 
-def bits_per_byte(loss_nats: float, bytes_per_token: float) -> float:
-    """Mean loss per token in nats, as bits per byte of text: comparable across tokenizers."""
-    return loss_nats / math.log(2) / bytes_per_token
+def bits_per_byte(loss_nats: float, bytes_per_token: float | None) -> float | None:
+    """Mean loss per token in nats, as bits per byte of text: comparable across tokenizers.
+
+    None where the bytes of a token are not known: of token ids that were made elsewhere.
+    """
+    return None if bytes_per_token is None else bits_per_token(loss_nats) / bytes_per_token
+
+
+def bits_per_token(loss_nats: float) -> float:
+    """Mean loss per token in bits: comparable between runs on the same tokens only."""
+    return loss_nats / math.log(2)
+
+
+def in_bits(loss_nats: float, bytes_per_token: float | None) -> str:
+    """`5.895 bits per byte`, or per token where the bytes of a token are not known."""
+    bits = bits_per_byte(loss_nats, bytes_per_token)
+    if bits is None:
+        return f"{bits_per_token(loss_nats):.3f} bits per token"
+    return f"{bits:.3f} bits per byte"
 
 
 def step_line(values: Mapping[str, Any]) -> str:
@@ -261,7 +277,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             ) from error
     if rest:
         events.append({"event": "truncated", "line": len(lines) + 1, "size_bytes": len(rest)})
-    return events
+    return _without_repeated_steps(events)
+
+
+def _without_repeated_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A resumed run does the steps after its checkpoint again: the first tries are left out."""
+    kept: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "checkpoint" and event.get("action") == "resumed":
+            kept = [
+                earlier
+                for earlier in kept
+                if earlier["event"] not in ("step", "evaluate", "end", "proof")
+                or earlier.get("step", 0) <= event["step"]
+            ]
+        kept.append(event)
+    return kept
 
 
 def _event(line: bytes) -> dict[str, Any]:

@@ -15,24 +15,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from interlace.config import RunConfig, check, parse_rate
+from interlace.config import RunConfig, parse_rate, world_of
 from interlace.cost.analytic import MachineModel, analytic_costs, measure_this_machine
 from interlace.errors import InputError
+from interlace.graphs.recompute import policy_of
 from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
 from interlace.ir import store
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.plan import to_text
-from interlace.models import model_file
-from interlace.models.loss import NextTokenLoss
-from interlace.parallel.meshes import axis_of_group, build_mesh
-from interlace.parallel.tensor import apply_tensor_parallel, loss_context
+from interlace.parallel.data import data_layout
+from interlace.parallel.meshes import axis_sizes, build_meshes
+from interlace.parallel.tensor import loss_context
 from interlace.report.files import write_whole
 from interlace.report.plan_figures import compare_searches
 from interlace.report.plan_json import plan_json
 from interlace.report.plan_picture import plan_png
 from interlace.report.plan_tables import plan_summary
+from interlace.rules import check, resolve_layout
 from interlace.runtime.strands import Strands, build_strands
+from interlace.train.build import build_module, published_shape
 from interlace.train.memory import constant_bytes, memory_limits
 from interlace.train.session import DTYPES, vocabulary
 from interlace.train.tokens import open_tokenizer
@@ -57,13 +59,16 @@ def plan_command(
     Raises InputError for a configuration, a cost file or an output that cannot work.
     """
     check(config)
+    config = published_shape(config)
     _check_request(config, cost, interpolate=interpolate)
     _check_outputs({"--output": output, "--json": json, "--picture": picture}, cost)
     table = _read_costs(cost) if cost else None
-    layers, ranks = config.model.layers, config.parallel.tensor
+    layers, ranks = config.model.layers, world_of(config.parallel)
     with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
         strands = trace_fake(config)
-    graphs = {name: strands.op_graphs[name] for name in ("forward", "backward")}
+    if strands.not_repeated:
+        _say(f"every block was traced: {strands.not_repeated}")
+    graphs = strands.op_graphs
     if table is None:
         costs, origin = computed_costs(config, graphs)
     else:
@@ -74,8 +79,8 @@ def plan_command(
         costs,
         chosen=config.plan.search,
         micro_batches=config.train.micro_batches,
-        limits=memory_limits(config, strands.module),
-        constant_bytes=constant_bytes(config, strands.module),
+        limits=memory_limits(config, strands.module, strands.data),
+        constant_bytes=constant_bytes(config, strands.module, strands.data),
         stage=_stage,
     )
     _say(f"\n{plan_summary(comparison)}\n")
@@ -86,7 +91,7 @@ def plan_command(
     if picture is not None:
         subtitle = f"{describe_model(config)}; costs: {origin.splitlines()[0]}"
         _write(picture, plan_png(comparison, subtitle=subtitle))
-    text = to_text(comparison.best.plan, graphs["forward"], graphs["backward"])
+    text = to_text(comparison.best.plan, graphs)
     if output is None:
         sys.stdout.write(text)
     else:
@@ -96,24 +101,35 @@ def plan_command(
 
 def trace_fake(config: RunConfig) -> Strands:
     """The graphs of one rank of `config`, traced on fake tensors."""
-    ranks = config.parallel.tensor
-    tokens = -(-open_tokenizer(config.data.tokenizer).vocab_size // ranks) * ranks
+    ranks = world_of(config.parallel)
+    config = resolve_layout(config, ranks)
+    tensor = config.parallel.tensor
+    tokens = -(-open_tokenizer(config.data.tokenizer).vocab_size // tensor) * tensor
     vocab_size = vocabulary(config, tokens)
     init_fake_world(ranks)
     try:
-        mesh = build_mesh(config.parallel, "cpu")
-        files = model_file(config.model.architecture)
+        meshes = build_meshes(config.parallel, "cpu")
         with fake_tensor_mode():
-            model = files.build(config.model, vocab_size, config.data.sequence_length)
-            apply_tensor_parallel(model, mesh, files.TENSOR_PLAN)
-            module = NextTokenLoss(model)
+            module = build_module(config, meshes, vocab_size, torch.device("cpu"))
             if config.train.dtype != "float32":
                 cast_parameters(module, DTYPES[config.train.dtype])
-            shape = (config.train.micro_batch_size, config.data.sequence_length)
+            shape = (
+                config.train.micro_batch_size,
+                config.data.sequence_length // config.parallel.context,
+            )
             # Two tensors: one given twice would be traced as a single input.
             text, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-            with loss_context(mesh):
-                return build_strands(module, (text, targets), axis_of_group(mesh))
+            with loss_context(meshes.tensor):
+                return build_strands(
+                    module,
+                    (text, targets),
+                    meshes.axis_of_group,
+                    data=data_layout(
+                        module, config.parallel, meshes, DTYPES[config.train.reduce_dtype]
+                    ),
+                    recompute=policy_of(config.train),
+                    repeat=True,
+                )
     finally:
         dist.destroy_process_group()
 
@@ -135,7 +151,7 @@ def computed_costs(config: RunConfig, graphs: Mapping[str, OpGraph]) -> tuple[Co
         link_bits_per_s=parse_rate(rate, "link.rate"),
         link_latency_ns=int(config.link.latency_us * 1e3),
     )
-    costs = analytic_costs(graphs, machine, {"tp": config.parallel.tensor})
+    costs = analytic_costs(graphs, machine, axis_sizes(config.parallel))
     return costs, (
         f"computed for {flops / 1e12:.3g} TFLOP/s and {memory / 1e9:.4g} GB/s ({by}), "
         f"link {rate}{assumed}"
@@ -156,7 +172,7 @@ def measured_costs(
             f"graph {strands.digest}",
             hint="profile this run, or add --interpolate to estimate what was not measured",
         )
-    pair = strands.op_graphs["pair"]
+    pair = strands.pair
     times = table.of(pair, interpolate=interpolate)
     missing = {op.key: op for op in pair.operators if op.key not in table.operators}
     origin = f"{table.source}, {where}"
@@ -182,7 +198,7 @@ def describe_model(config: RunConfig) -> str:
     return (
         f"{model.architecture}, {model.layers} layers of width {model.width}, sequence "
         f"{config.data.sequence_length} x {train.micro_batch_size}, {train.dtype}, "
-        f"{config.parallel.tensor} ranks"
+        f"{world_of(config.parallel)} ranks"
     )
 
 

@@ -99,7 +99,9 @@ def _measure_all(
     strands = session.strands
     assert strands is not None
     batches = session.dataset.batches(session.config.train.micro_batch_size)
-    profiler = open_profiler(strands, session.move(next(batches)), session.device.type)
+    profiler = open_profiler(
+        strands, session.move(next(batches)), session.device.type, session.constants
+    )
     todo: list[Measurement] = measurements(profiler, partial(_alone, profiler, stop))
     for index, each in enumerate(todo):
         progress(each.name, index, len(todo))

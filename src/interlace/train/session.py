@@ -1,7 +1,7 @@
 """Session: one rank's model, data, weights, optimizer and engines, built from a RunConfig."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -9,29 +9,32 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
 from torch.utils import deterministic
 
-from interlace.config import Mode, RunConfig, check, check_world, modes_of, parse_rate
+from interlace.config import Mode, RunConfig, modes_of, parse_rate
 from interlace.cost.profile import cached, machine_id
 from interlace.errors import InputError
+from interlace.graphs.recompute import policy_of
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan, read
 from interlace.lab import links
-from interlace.models import model_file
-from interlace.models.loss import NextTokenLoss
-from interlace.parallel.meshes import axis_of_group, build_mesh
-from interlace.parallel.tensor import apply_tensor_parallel, loss_context
+from interlace.parallel.context import local_positions
+from interlace.parallel.data import data_layout
+from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes, build_meshes
+from interlace.parallel.tensor import loss_context
+from interlace.rules import check, resolve_layout
 from interlace.runtime.executor import Batch
 from interlace.runtime.profile import profile_strands
 from interlace.runtime.rival import inductor_plan
 from interlace.runtime.strands import Strands as TracedStrands
 from interlace.runtime.strands import build_strands
 from interlace.search.planner import make_plan
-from interlace.train.data import Dataset, open_dataset
-from interlace.train.engines import EagerEngine, Engine, StrandEngine
-from interlace.train.memory import memory_limits
+from interlace.train.build import build_module, published_shape
+from interlace.train.data import Batches, Dataset, open_dataset
+from interlace.train.engines import Draws, EagerEngine, Engine, StrandEngine
+from interlace.train.fully_sharded import FullyShardedEngine, sharded_twin
+from interlace.train.memory import constant_bytes, memory_limits
 from interlace.train.optimizer import build_optimizer, build_schedule
 from interlace.train.weights import MasterWeights
 
@@ -90,7 +93,7 @@ class Session:
     rank: int
     world_size: int
     device: torch.device
-    mesh: DeviceMesh
+    meshes: Meshes
     dataset: Dataset
     weights: MasterWeights
     optimizer: torch.optim.Optimizer
@@ -101,14 +104,60 @@ class Session:
     """Of two strands, if there is one."""
     plans: dict[Mode, Plan] = field(default_factory=dict)
     engines: dict[Mode, Engine] = field(default_factory=dict)
+    constants: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    """What the graphs' inputs stand for, by (role, target): weights and gradient sums."""
+
+    @property
+    def constant_bytes(self) -> int:
+        """What this rank holds during all of a step."""
+        module, data = self.weights.module, self.weights.data
+        return sum(constant_bytes(self.config, module, data).values())
 
     @property
     def engine(self) -> Engine:
         """The engine that the run asked for."""
         return self.engines[self.config.strands]
 
+    def batches(self, position: int = 0) -> Batches:
+        """The micro-batches of this rank's share of the data, from that sample on."""
+        return self.dataset.batches(
+            self.config.train.micro_batch_size,
+            position,
+            shard=self.meshes.data_rank,
+            num_shards=self.meshes.data_ranks,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Losses of micro-batches on this rank, with the weights as they are now."""
+        engine, data = self.engines.get(self.config.strands), self.weights.data
+        if data is not None and data.gathers_each and isinstance(engine, StrandEngine):
+            return engine.executor.evaluate(batches)
+        self.weights.gather()
+        module = self.weights.module.eval()
+        try:
+            with loss_context(self.meshes.tensor):
+                return [module(*batch) for batch in batches]
+        finally:
+            module.train()
+
+    def mean(self, loss: Tensor) -> float:
+        """The mean over the ranks that see other tokens."""
+        data = self.weights.data
+        if data is None:
+            return float(loss)
+        total = loss.detach().clone()
+        for name in (SHARD_AXIS, REPLICATE_AXIS):
+            dist.all_reduce(total, group=self.meshes.weights.get_group(name))
+        return float(total) / data.ranks
+
     def move(self, batch: tuple[Tensor, Tensor]) -> Batch:
-        """A batch on this rank's device."""
+        """What this rank sees of a batch, on its device."""
+        if self.config.parallel.context > 1:
+            mesh, method = self.meshes.context, self.config.parallel.context_method
+            length = self.config.data.sequence_length
+            own = local_positions(length, mesh.size(), mesh.get_local_rank(), method)
+            batch = (batch[0][:, own], batch[1][:, own])
         tokens, targets = batch
         return tokens.to(self.device), targets.to(self.device)
 
@@ -116,8 +165,9 @@ class Session:
 def open_session(config: RunConfig) -> Session:
     """Build everything up to and including the plan. Collective; the process group exists."""
     check(config)
+    config = published_shape(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_world(config, world_size)
+    config = resolve_layout(config, world_size)
     _prepare_torch(config)
     device = _device()
     dataset = open_dataset(
@@ -125,18 +175,24 @@ def open_session(config: RunConfig) -> Session:
         seed=config.train.seed,
         cache_dir=cache_directory("tokens"),
         divisor=config.parallel.tensor,
+        vocab_size=config.model.vocab_size,
     )
     vocab_size = vocabulary(config, dataset.vocab_size)
-    mesh = build_mesh(config.parallel, device.type)
-    files = model_file(config.model.architecture)
+    meshes = build_meshes(config.parallel, device.type)
     torch.manual_seed(config.train.seed)
-    model = files.build(config.model, vocab_size, config.data.sequence_length).to(device)
-    apply_tensor_parallel(model, mesh, files.TENSOR_PLAN)
-    weights = MasterWeights(NextTokenLoss(model), DTYPES[config.train.dtype])
+    module = build_module(config, meshes, vocab_size, device)
+    dtype, reduce_dtype = DTYPES[config.train.dtype], DTYPES[config.train.reduce_dtype]
+    data = data_layout(module, config.parallel, meshes, reduce_dtype)
+    twin = None
+    if "eager" in modes_of(config) and data is not None and _can_fully_shard(config):
+        twin = sharded_twin(module, meshes, dtype)
+    weights = MasterWeights(module, dtype, data=data, meshes=meshes)
     optimizer = build_optimizer(weights.parameters, config.optimizer)
     schedule = build_schedule(optimizer, config.optimizer, config.train.steps)
-    session = Session(config, rank, world_size, device, mesh, dataset, weights, optimizer, schedule)
-    _build_engines(session)
+    session = Session(
+        config, rank, world_size, device, meshes, dataset, weights, optimizer, schedule
+    )
+    _build_engines(session, twin)
     return session
 
 
@@ -173,27 +229,65 @@ def _device() -> torch.device:
     return torch.device("cuda", index)
 
 
-def _build_engines(session: Session) -> None:
+def _build_engines(session: Session, twin: nn.Module | None) -> None:
     config = session.config
     modes = modes_of(config)
     if "eager" in modes:
-        session.engines["eager"] = EagerEngine(session.weights, session.mesh)
+        session.engines["eager"] = _eager_engine(session, twin)
     if modes == {"eager"}:
         return
-    example = session.move(next(session.dataset.batches(config.train.micro_batch_size)))
-    with loss_context(session.mesh):
+    example = session.move(next(session.batches()))
+    data = session.weights.data
+    with loss_context(session.meshes.tensor):
         session.strands = build_strands(
-            session.weights.module, example, axis_of_group(session.mesh)
+            session.weights.module,
+            example,
+            session.meshes.axis_of_group,
+            data=data,
+            recompute=policy_of(config.train),
+            repeat=config.model.source == "interlace",
         )
-    buffers = session.weights.buffers()
+    session.constants = {**session.weights.constants(), **session.weights.buffers()}
+    if (
+        data is not None
+        and data.gathers_each
+        and not isinstance(session.engines.get("eager"), EagerEngine)
+    ):
+        session.weights.drop_whole()
     engines: dict[str, StrandEngine] = {}
     for mode in sorted(modes - {"eager"}):
         plan = _plan(session, mode, example)
         if plan.digest not in engines:
-            engines[plan.digest] = StrandEngine(session.weights, session.strands, plan, buffers)
+            engines[plan.digest] = StrandEngine(
+                session.weights, session.strands, plan, session.constants, _draws(session)
+            )
         session.plans[mode] = plan
         session.engines[mode] = engines[plan.digest]
     session.plan = session.plans.get("2")
+
+
+def _draws(session: Session) -> Draws:
+    meshes = session.meshes
+    data_rank = meshes.data_rank * meshes.context.size() + meshes.context.get_local_rank()
+    return Draws(
+        seed=session.config.train.seed,
+        data_rank=data_rank,
+        tensor_rank=meshes.tensor.get_local_rank(),
+    )
+
+
+def _can_fully_shard(config: RunConfig) -> bool:
+    parallel = config.parallel
+    return (
+        parallel.zero == 3 and parallel.data_shard > 1 and parallel.tensor == parallel.context == 1
+    )
+
+
+def _eager_engine(session: Session, twin: nn.Module | None) -> Engine:
+    """PyTorch's own `fully_shard` where it does the same; else autograd on whole weights."""
+    if twin is None or session.weights.data is None:
+        return EagerEngine(session.weights, session.meshes)
+    return FullyShardedEngine(session.weights, twin, session.weights.data)
 
 
 def _plan(session: Session, mode: Mode, example: Batch) -> Plan:
@@ -205,14 +299,14 @@ def _plan(session: Session, mode: Mode, example: Batch) -> Plan:
     if mode == "2" and config.plan.file:
         return _read_plan(config.plan.file, strands)
     if session.costs is None:
-        session.costs = _measured_costs(config, strands, example, session.device.type)
+        session.costs = _measured_costs(session, strands, example)
     if mode == "inductor":
         return inductor_plan(strands, session.costs)
     search = config.plan.search if mode == "2" else mode
     for plan in session.plans.values():
         if (plan.search, plan.cost_digest) == (search, session.costs.digest):
             return plan
-    limits = memory_limits(config, session.weights.module)
+    limits = memory_limits(config, session.weights.module, session.weights.data)
     return make_plan(strands.op_graphs, session.costs, search, limits=limits)
 
 
@@ -227,14 +321,19 @@ def _read_plan(file: str, strands: TracedStrands) -> Plan:
     return plan
 
 
-def _measured_costs(
-    config: RunConfig, strands: TracedStrands, example: Batch, device: str
-) -> CostTable:
+def _measured_costs(session: Session, strands: TracedStrands, example: Batch) -> CostTable:
+    config, device = session.config, session.device.type
     machine = machine_id(device, link_label(config))
-    repeats = config.plan.profile_repeats
     return cached(
         cache_directory("costs") if config.plan.cache else None,
         machine,
         strands.digest,
-        lambda: profile_strands(strands, example, device, repeats=repeats, machine=machine),
+        lambda: profile_strands(
+            strands,
+            example,
+            device,
+            session.constants,
+            repeats=config.plan.profile_repeats,
+            machine=machine,
+        ),
     )

@@ -2,23 +2,25 @@
 
 The corpus is its documents one after the other, each followed by one separator. A separator
 counts as one byte of text under every tokenizer, so bits per byte compare across tokenizers.
+Token ids that were made elsewhere are taken as they are: their separators are among them.
 """
 
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
 from interlace.errors import InputError, RunError, nearest
+from interlace.train.documents import companions, holds_ids, open_ids, read_texts
 
 # Part of the cache key: raise it when records or header change.
-FORMAT = 1
+FORMAT = 2
 HEADER_BYTES = 4096
 
 # UTF-8 bytes of the form 10xxxxxx go on with a character that began before.
@@ -146,6 +148,46 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Files that are read as one stream of tokens, in this order."""
+
+    files: Sequence[Path]
+    tokenizer: Tokenizer
+    field: str = "text"
+    """Where a line of a .jsonl file has its text."""
+    vocab_size: int = 0
+    """Of the model, or 0: bounds the ids of files that hold ids, where no tokenizer does."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The tokenizer's records, or ids alone as soon as one file holds ids."""
+        if not any(holds_ids(path) for path in self.files):
+            return self.tokenizer.dtype
+        return np.dtype("<u2" if 0 < self.id_limit <= 1 << 16 else "<u4")
+
+    @property
+    def id_limit(self) -> int:
+        """One more than the largest id there may be; 0 where nothing says.
+
+        `bytes`, the default tokenizer, tells nothing about files of which none holds text.
+        """
+        if isinstance(self.tokenizer, ByteTokenizer) and all(map(holds_ids, self.files)):
+            return self.vocab_size
+        return self.tokenizer.vocab_size
+
+    def key(self) -> str:
+        """Changes with everything that the tokens depend on: name of the token file."""
+        facts = f"{FORMAT} {self.tokenizer.digest} {self.field} {self.id_limit}"
+        digest = hashlib.sha256(facts.encode())
+        for path in self.files:
+            beside = [file for file in companions(path) if file.exists()]
+            for part in (path, *beside):
+                about = part.stat()
+                digest.update(f"\n{part.resolve()}\0{about.st_size} {about.st_mtime_ns}".encode())
+        return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenHeader:
     """What the first HEADER_BYTES of a token file say about the rest."""
 
@@ -155,8 +197,11 @@ class TokenHeader:
     documents: int
     skipped: int
     """Files that are not UTF-8 text."""
+    empty: int
+    """Documents without text."""
     text_bytes: int
-    """Size of the documents, separators not counted."""
+    """Size of the documents that were text, separators not counted."""
+    largest_id: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,19 +210,27 @@ class TokenFile:
 
     header: TokenHeader
     records: np.ndarray
+    vocab_size: int
+    """One more than the largest id that there may be, or that there is where nothing says."""
     note: str = ""
     """What had to be repaired, if anything."""
 
 
-def open_tokens(files: Sequence[Path], tokenizer: Tokenizer, cache_dir: Path) -> TokenFile:
-    """Tokens of `files` in that order, from the cache if it has them, otherwise written to it.
+def token_ids(records: np.ndarray) -> np.ndarray:
+    """The ids alone of records of any kind; a view."""
+    return records["token"] if records.dtype.names else records
+
+
+def open_tokens(corpus: Corpus, cache_dir: Path) -> TokenFile:
+    """Tokens of `corpus`, from the cache if it has them, otherwise written to it.
 
     Several processes may do this at once: each writes a file of its own, the last one stays.
+    InputError names the file, and the place in it, that cannot be used.
     """
-    path = cache_dir / f"{_cache_key(files, tokenizer)}.tokens"
+    path = cache_dir / f"{corpus.key()}.tokens"
     damage = ""
     if path.exists():
-        found = _map(path, tokenizer.dtype)
+        found = _map(path, corpus)
         if isinstance(found, TokenFile):
             return found
         damage = f"the token cache was damaged ({found}) and has been rebuilt"
@@ -186,7 +239,7 @@ def open_tokens(files: Sequence[Path], tokenizer: Tokenizer, cache_dir: Path) ->
         descriptor, temporary = tempfile.mkstemp(dir=cache_dir, suffix=".part")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                _write(file, files, tokenizer)
+                _write(file, corpus)
             Path(temporary).replace(path)
         finally:
             Path(temporary).unlink(missing_ok=True)
@@ -195,64 +248,58 @@ def open_tokens(files: Sequence[Path], tokenizer: Tokenizer, cache_dir: Path) ->
             f"cannot write the token cache in {cache_dir}: {error.strerror}",
             hint="free some space, or choose another cache folder",
         ) from error
-    opened = _map(path, tokenizer.dtype)
+    opened = _map(path, corpus)
     if not isinstance(opened, TokenFile):
         raise RunError(f"the token cache {path} cannot be read back: {opened}")
-    return TokenFile(header=opened.header, records=opened.records, note=damage)
+    return replace(opened, note=damage)
 
 
-def _cache_key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    digest = hashlib.sha256(f"{FORMAT} {tokenizer.digest}".encode())
-    for path in files:
-        about = path.stat()
-        digest.update(f"\n{path.resolve()}\0{about.st_size} {about.st_mtime_ns}".encode())
-    return digest.hexdigest()[:32]
-
-
-def _write(file: IO[bytes], files: Sequence[Path], tokenizer: Tokenizer) -> None:
-    """Header and records; one document at a time is held in memory."""
+def _write(file: IO[bytes], corpus: Corpus) -> None:
+    """Header and records; one document or chunk of ids at a time is held in memory."""
     digest = hashlib.sha256()
-    records = documents = skipped = text_bytes = 0
+    totals = dict.fromkeys(("documents", "skipped", "empty", "text_bytes"), 0)
+    records, largest_id = 0, -1
     file.write(bytes(HEADER_BYTES))
-    for path in files:
-        raw = read_bytes(path)
-        if not raw:
-            continue
-        try:
-            encoded = tokenizer.encode(raw)
-        except UnicodeDecodeError:
-            skipped += 1
-            continue
-        data = encoded.tobytes()
+    for part in _parts(corpus, totals):
+        data = part.tobytes()
         file.write(data)
         digest.update(data)
-        records += len(encoded)
-        documents += 1
-        text_bytes += len(raw)
+        records += len(part)
+        largest_id = max(largest_id, int(token_ids(part).max(initial=0)))
     header = TokenHeader(
-        digest=digest.hexdigest(),
-        records=records,
-        documents=documents,
-        skipped=skipped,
-        text_bytes=text_bytes,
+        digest=digest.hexdigest(), records=records, largest_id=largest_id, **totals
     )
     file.seek(0)
     file.write(json.dumps(asdict(header)).encode().ljust(HEADER_BYTES))
 
 
-def read_bytes(path: Path) -> bytes:
-    """The whole file; InputError if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"cannot read {path}: {error.strerror}",
-            hint="make it readable, or set data.path so that it does not match",
-        ) from error
+def _parts(corpus: Corpus, totals: dict[str, int]) -> Iterator[np.ndarray]:
+    """Records of `corpus.dtype` in order; what they came from is added to `totals`."""
+    dtype, limit = corpus.dtype, corpus.id_limit
+    for path in corpus.files:
+        if holds_ids(path):
+            opened = open_ids(path)
+            totals["documents"] += opened.documents
+            for chunk in opened.chunks(limit):
+                yield chunk.astype(dtype)
+            continue
+        for raw in read_texts(path, corpus.field):
+            if not raw:
+                totals["empty"] += 1
+                continue
+            try:
+                encoded = corpus.tokenizer.encode(raw)
+            except UnicodeDecodeError:
+                totals["skipped"] += 1
+                continue
+            totals["documents"] += 1
+            totals["text_bytes"] += len(raw)
+            yield encoded if encoded.dtype == dtype else token_ids(encoded).astype(dtype)
 
 
-def _map(path: Path, dtype: np.dtype) -> TokenFile | str:
+def _map(path: Path, corpus: Corpus) -> TokenFile | str:
     """The token file, or what is wrong with it. Reads it whole once, about 1 s per GB."""
+    dtype = corpus.dtype
     try:
         with path.open("rb") as file:
             header = TokenHeader(**json.loads(file.read(HEADER_BYTES)))
@@ -261,9 +308,10 @@ def _map(path: Path, dtype: np.dtype) -> TokenFile | str:
                 return f"{size_bytes} bytes long"
             if hashlib.file_digest(file, "sha256").hexdigest() != header.digest:
                 return "checksum differs"
-            if not header.records:
-                return TokenFile(header=header, records=np.empty(0, dtype))
-            records = np.memmap(file, dtype=dtype, mode="r", offset=HEADER_BYTES)
-            return TokenFile(header=header, records=records)
+            records = np.empty(0, dtype)
+            if header.records:
+                records = np.memmap(file, dtype=dtype, mode="r", offset=HEADER_BYTES)
+            vocab_size = corpus.id_limit or header.largest_id + 1
+            return TokenFile(header=header, records=records, vocab_size=vocab_size)
     except (OSError, TypeError, ValueError) as error:
         return f"unreadable: {error}"

@@ -2,34 +2,64 @@
 
 With float32 compute they are the module's own parameters. With bfloat16 compute the module holds
 bfloat16 copies, gradients are summed in float32 and `publish` rounds the masters into the copies
-after each optimizer step.
+after each optimizer step. Where data-parallel ranks share weights, masters are DTensors on the
+mesh of weights, and those of a sharded bucket are views of one flat tensor (`parallel.data`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
+from interlace.parallel.data import Bucket, DataLayout, Weight, cut, placements_of, views
+from interlace.parallel.meshes import SHARD_AXIS, Meshes
 from interlace.runtime.executor import local
+
+# Functional collectives are seen by the recorder of eager steps.
+_functional = torch.ops._c10d_functional
+_wait = _functional.wait_tensor
 
 
 class MasterWeights:
     """Masters of a module's parameters, by name; parameters shared by two names appear once."""
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
-        """Casts the module to `compute_dtype` in place if that is not float32."""
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype,
+        *,
+        data: DataLayout | None = None,
+        meshes: Meshes | None = None,
+    ) -> None:
+        """Casts the module to `compute_dtype` in place if that is not float32. With `data` the
+        masters are this rank's share of them, on `meshes.weights`."""
         self.module = module
-        self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.data = data
         self.separate = compute_dtype != torch.float32
+        self.dtype = next(module.parameters()).dtype
+        """Of masters and gradient sums: float32, or that of a module that was made otherwise."""
+        self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.on_publish: list[Callable[[], None]] = []
+        """Called with new masters, by engines that keep weights of their own."""
+        whole = {name: parameter.detach() for name, parameter in self.masters.items()}
         if self.separate:
-            copies = {
-                name: nn.Parameter(parameter.detach().clone())
-                for name, parameter in self.masters.items()
-            }
+            whole = {name: parameter.clone() for name, parameter in whole.items()}
             cast_parameters(module, compute_dtype)
-            self.masters = copies
+        if data is not None:
+            assert meshes is not None
+            self._shards = _Shards(whole, data, meshes, compute_dtype)
+            self.masters = self._shards.masters
+        elif self.separate:
+            self.masters = {name: nn.Parameter(tensor) for name, tensor in whole.items()}
+
+    @property
+    def shard_rank(self) -> int:
+        """Which part of sharded weights this rank holds."""
+        return self._shards.rank if self.data is not None else 0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -38,37 +68,200 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the module's parameters."""
-        if self.separate:
-            for name, parameter in self.module.named_parameters():
-                local(parameter).copy_(local(self.masters[name]))
+        """Round the masters into what graphs compute with. Sharded weights become whole again when
+        they are gathered next."""
+        if self.data is not None:
+            self._shards.publish()
+        for follow in self.on_publish:
+            follow()
+        for name, parameter in self.module.named_parameters():
+            if self.data is not None and self._shards.is_sharded(name):
+                continue
+            source = local(self.masters[name])
+            if source.data_ptr() != local(parameter).data_ptr():
+                local(parameter).copy_(source)
 
-    def buffers(self) -> dict[str, Tensor]:
-        """A zeroed float32 local gradient buffer per parameter name of the module; names of one
-        shared parameter share one buffer."""
+    @torch.no_grad()
+    def drop_whole(self) -> None:
+        """Free the module's sharded parameters: graphs that gather them do not read them."""
+        for name, parameter in self.module.named_parameters():
+            if self.data is not None and self._shards.is_sharded(name):
+                local(parameter).untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make the module's sharded parameters whole, and as they were published last."""
+        if self.data is None:
+            return
+        parameters = dict(self.module.named_parameters())
+        for bucket in self.data.buckets:
+            if not bucket.sharded:
+                continue
+            flat = self._shards.computing[bucket.index]
+            ranks, group = self.data.shard.size, self.data.shard.group
+            gathered = _wait(_functional.all_gather_into_tensor(flat, ranks, group))
+            of_rank = [views(bucket, part, ranks) for part in gathered.view(ranks, -1)]
+            for weight in bucket.weights:
+                assert weight.dim is not None
+                target = local(parameters[weight.name])
+                target.untyped_storage().resize_(target.nbytes)
+                parts = [found[weight.name] for found in of_rank]
+                torch.cat(parts, dim=weight.dim, out=target)
+
+    @torch.no_grad()
+    def average(self, sums: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+        """What `set_gradients` takes, from whole gradient sums of this rank by parameter name: the
+        mean over data-parallel ranks, of sharded weights this rank's part."""
+        if self.data is None:
+            return {("gradient", name): total for name, total in sums.items()}
+        found: dict[tuple[str, str], Tensor] = {}
+        axes = [axis for axis in (self.data.shard, self.data.replicate) if axis.size > 1]
+        for bucket in self.data.buckets:
+            flat = torch.cat([sums[weight.name].reshape(-1) for weight in bucket.weights])
+            for axis in axes:
+                flat = _wait(_functional.all_reduce(flat, "sum", axis.group))
+            flat /= self.data.ranks
+            pieces = flat.split([weight.elements for weight in bucket.weights])
+            wholes = {
+                weight: piece.view(weight.shape)
+                for weight, piece in zip(bucket.weights, pieces, strict=True)
+            }
+            if bucket.sharded:
+                key = ("shard_gradient", str(bucket.index))
+                found[key] = self._shards.pack(wholes)
+            else:
+                found |= {("gradient", weight.name): whole for weight, whole in wholes.items()}
+        return found
+
+    def buffers(self) -> dict[tuple[str, str], Tensor]:
+        """Zeroed float32 local gradient sums by (role, target): role `gradient` per parameter name
+        of the module (names of one shared parameter share one sum), and `shard_gradient` per
+        bucket. What the graphs do not add to is left out."""
+        found: dict[tuple[str, str], Tensor] = {}
+        sharded = self._shards.is_sharded if self.data is not None else None
         shared: dict[nn.Parameter, Tensor] = {}
-        found = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if self.data is not None and self.data.reduce_each and sharded and sharded(name):
+                continue
             if parameter not in shared:
-                shared[parameter] = torch.zeros_like(local(parameter), dtype=torch.float32)
-            found[name] = shared[parameter]
+                part = local(parameter)
+                shared[parameter] = torch.zeros(part.shape, dtype=self.dtype, device=part.device)
+            found["gradient", name] = shared[parameter]
+        if self.data is not None:
+            found |= {
+                ("shard_gradient", str(index)): torch.zeros_like(flat)
+                for index, flat in self._shards.flat.items()
+            }
+        return found
+
+    def constants(self) -> dict[tuple[str, str], Tensor]:
+        """What graphs compute with, by (role, target): parameters, and shards of buckets."""
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        found = {("parameter", name): local(parameter) for name, parameter in parameters}
+        if self.data is not None:
+            shards = self._shards.computing
+            found |= {("shard", str(index)): flat for index, flat in shards.items()}
         return found
 
     def set_gradients(
-        self, buffers: Mapping[str, Tensor], placements: Mapping[str, tuple | None]
+        self,
+        buffers: Mapping[tuple[str, str], Tensor],
+        placements: Mapping[str, tuple[Placement, ...] | None],
     ) -> None:
         """Make `buffers` the masters' gradients, without a copy. `placements` says how each
-        lies on its mesh; missing names lie as their parameter does."""
+        lies over the tensor-parallel ranks; missing names lie as their parameter does."""
+        parts = {target: tensor for (role, target), tensor in buffers.items() if role == "gradient"}
+        if self.data is not None:
+            parts |= self._shards.gradients(buffers)
         for name, master in self.masters.items():
-            buffer = buffers[name]
+            part = parts[name]
             if not isinstance(master, DTensor):
-                master.grad = buffer
+                master.grad = part
                 continue
-            layout = placements.get(name) or master.placements
-            master.grad = DTensor.from_local(
-                buffer, master.device_mesh, layout,
-                run_check=False, shape=master.shape, stride=master.stride(),
-            )  # fmt: skip
+            layout = placements.get(name)
+            if self.data is not None and layout:
+                layout = (*master.placements[:2], layout[0])
+            master.grad = _laid_out(part, master.device_mesh, layout or master.placements, master)
+
+
+class _Shards:
+    """This rank's share of the weights: flat tensors per sharded bucket, whole ones beside."""
+
+    def __init__(
+        self,
+        whole: Mapping[str, Tensor],
+        data: DataLayout,
+        meshes: Meshes,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        self.data = data
+        self.ranks = data.shard.size
+        self.flat: dict[int, Tensor] = {}
+        """Masters of each sharded bucket, float32."""
+        self.computing: dict[int, Tensor] = {}
+        """The same in the type that graphs compute with."""
+        self.masters: dict[str, nn.Parameter] = {}
+        self._sharded: set[str] = set()
+        mesh = meshes.weights
+        self.rank = mesh.get_local_rank(SHARD_AXIS)
+        for bucket in data.buckets:
+            if bucket.sharded:
+                self._shard(bucket, whole, compute_dtype)
+        for bucket in data.buckets:
+            parts = self._parts(bucket, whole)
+            for weight in bucket.weights:
+                tensor = whole[weight.name]
+                over = tensor.placements if isinstance(tensor, DTensor) else None
+                layout = placements_of(weight, over)
+                part = _laid_out(parts[weight.name], mesh, layout, tensor)
+                self.masters[weight.name] = nn.Parameter(part)
+        self.masters = {name: self.masters[name] for name in whole}
+
+    def _shard(self, bucket: Bucket, whole: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        wholes = {weight: local(whole[weight.name]) for weight in bucket.weights}
+        flat = self.pack(wholes)
+        self.flat[bucket.index] = flat
+        self.computing[bucket.index] = flat if dtype == torch.float32 else flat.to(dtype)
+        self._sharded |= {name for weight in bucket.weights for name in weight.names}
+
+    def _parts(self, bucket: Bucket, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if bucket.sharded:
+            return views(bucket, self.flat[bucket.index], self.ranks)
+        return {weight.name: local(whole[weight.name]) for weight in bucket.weights}
+
+    def pack(self, wholes: Mapping[Weight, Tensor]) -> Tensor:
+        """This rank's parts of whole weights of one bucket, one behind the other."""
+        parts = [cut(weight, whole, self.ranks, self.rank) for weight, whole in wholes.items()]
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    def is_sharded(self, name: str) -> bool:
+        """Whether only a part of this parameter is kept."""
+        return name in self._sharded
+
+    def publish(self) -> None:
+        """Round the flat masters into what is gathered."""
+        for index, flat in self.flat.items():
+            if self.computing[index] is not flat:
+                self.computing[index].copy_(flat)
+
+    def gradients(self, buffers: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
+        """Views of the flat sums of sharded buckets, by parameter name."""
+        found: dict[str, Tensor] = {}
+        for bucket in self.data.buckets:
+            if bucket.sharded:
+                flat = buffers["shard_gradient", str(bucket.index)]
+                found |= views(bucket, flat, self.ranks)
+        return found
+
+
+def _laid_out(
+    part: Tensor, mesh: DeviceMesh, placements: Iterable[Placement], like: Tensor
+) -> DTensor:
+    """A DTensor of `part`, with the global shape of `like`."""
+    return DTensor.from_local(
+        part, mesh, tuple(placements),
+        run_check=False, shape=like.shape, stride=like.stride(),
+    )  # fmt: skip
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

@@ -1,0 +1,245 @@
+"""Data parallelism as a pass over traced graphs: gathers of weights, reductions of gradients.
+
+The traced module computes with whole weights. Where `parallel.data` shards them, this pass puts in
+what a data-parallel rank exchanges, as ordinary operators that the planner moves:
+
+    gather_each   ZeRO-3: weights come from an all-gather of their bucket, in a forward and again
+                  in a backward, one bucket ahead of their first reader
+    gather_once   ZeRO-1: a strand that gathers all weights at the start of a step
+    reduce_each   ZeRO-3: a micro-batch's gradients are reduce-scattered and added to shard sums
+    reduce_once   a strand that reduces the sums of all micro-batches at the end of a step
+
+The parts of a bucket lie behind each other in one flat tensor, role `shard` (weights) or
+`shard_gradient` (sums), target: the bucket's index.
+"""
+
+import torch
+from torch import fx
+
+from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, output_node
+from interlace.graphs.writer import GraphWriter
+from interlace.parallel.data import Bucket, DataLayout, Weight
+
+aten = torch.ops.aten
+
+
+def gather_each(strand: StrandGraph, layout: DataLayout) -> StrandGraph:
+    """`strand` with its sharded weights gathered; changes its graph."""
+    graph = strand.graph
+    placeholders = {
+        binding.target: node
+        for node in graph.find_nodes(op="placeholder")
+        if (binding := strand.bindings[node.name]).role == "parameter"
+    }
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    uses = []
+    for bucket in layout.buckets:
+        nodes = {w: n for w in bucket.weights for n in _named(placeholders, w) if bucket.sharded}
+        if nodes:
+            uses.append((bucket, {w: _first_user(n, place) for w, n in nodes.items()}, nodes))
+    uses.sort(key=lambda use: min(place[user] for user in use[1].values()))
+    bindings = dict(strand.bindings)
+    before: fx.Node | None = None
+    for bucket, users, nodes in uses:
+        first = min(users.values(), key=place.__getitem__)
+        writer = GraphWriter(graph, bindings, like=next(iter(nodes.values())))
+        shard = writer.placeholder(
+            f"shard_{bucket.index}", Binding("shard", str(bucket.index)), _shard(bucket, layout)
+        )
+        gathered = _all_gather(writer.at(before or first), shard, layout)
+        for weight, node in nodes.items():
+            whole = _unpack(writer.at(users[weight]), gathered, bucket, weight, layout)
+            node.replace_all_uses_with(whole)
+            bindings.pop(node.name)
+            graph.erase_node(node)
+        before = first
+    strand.module.recompile()
+    return StrandGraph(strand.name, strand.module, bindings)
+
+
+def gather_once(forward: StrandGraph, layout: DataLayout) -> StrandGraph:
+    """The strand that fills the weights that `forward` reads from their shards."""
+    writer = GraphWriter.empty(_any_value(forward))
+    for bucket in layout.buckets:
+        if not bucket.sharded:
+            continue
+        shard = writer.placeholder(
+            f"shard_{bucket.index}", Binding("shard", str(bucket.index)), _shard(bucket, layout)
+        )
+        gathered = _all_gather(writer, shard, layout)
+        for weight in bucket.weights:
+            part = _rows(writer, gathered, bucket, weight, layout)
+            for name, target in _placeholders(forward, "parameter", weight):
+                whole = writer.placeholder(name, Binding("parameter", target), weight.shape)
+                split = writer.call(aten.view.default, whole, _split_shape(weight, layout))
+                writer.call(aten.copy_.default, split, part)
+    return writer.strand("gather")
+
+
+def reduce_each(
+    chunk: ChunkGraphs, layout: DataLayout, buffer_dtype: torch.dtype
+) -> frozenset[str]:
+    """Put the reductions of sharded weights' gradients into the backward graph of `chunk`.
+    Returns the names of the parameters whose gradients are dealt with."""
+    backward = chunk.backward
+    gradients = dict(zip(chunk.parameters, backward.outputs, strict=True))
+    place = {node: index for index, node in enumerate(backward.graph.nodes)}
+    bindings = backward.bindings
+    done: set[str] = set()
+    for bucket in layout.buckets:
+        found = {
+            w: gradients[name] for w in bucket.weights for name in w.names if name in gradients
+        }
+        if not bucket.sharded or not found:
+            continue
+        last = max(found.values(), key=place.__getitem__)
+        writer = GraphWriter(backward.graph, bindings, like=last)
+        total = writer.placeholder(
+            f"shard_gradient_{bucket.index}",
+            Binding("shard_gradient", str(bucket.index)),
+            _shard(bucket, layout),
+            buffer_dtype,
+        )
+        writer.after(last)
+        reduced = _reduce(writer, bucket, found, layout)
+        writer.at(output_node(backward.graph)).call(aten.add_.Tensor, total, reduced)
+        done |= {name for w in bucket.weights for name in w.names}
+    return frozenset(done)
+
+
+def reduce_once(
+    backward: StrandGraph, layout: DataLayout, buffer_dtype: torch.dtype
+) -> StrandGraph:
+    """The strand that reduces the gradient sums that `backward` leaves, and shares or scatters
+    them. Sums of weights that stay whole are replaced by their totals."""
+    writer = GraphWriter.empty(_any_value(backward))
+    for bucket in layout.buckets:
+        if bucket.sharded and layout.reduce_each:
+            continue
+        found = {
+            weight: writer.placeholder(
+                name, Binding("gradient", target), weight.shape, buffer_dtype
+            )
+            for weight in bucket.weights
+            for name, target in _placeholders(backward, "gradient", weight)
+        }
+        if not found:
+            continue
+        if bucket.sharded:
+            total = writer.placeholder(
+                f"shard_gradient_{bucket.index}",
+                Binding("shard_gradient", str(bucket.index)),
+                _shard(bucket, layout),
+                buffer_dtype,
+            )
+            writer.call(aten.copy_.default, total, _reduce(writer, bucket, found, layout))
+            continue
+        reduced = _reduce(writer, bucket, found, layout)
+        offset = 0
+        for weight, node in found.items():
+            piece = writer.call(aten.slice.Tensor, reduced, 0, offset, offset + weight.elements)
+            offset += weight.elements
+            view = writer.call(aten.view.default, piece, list(weight.shape))
+            writer.call(aten.copy_.default, node, view)
+    return writer.strand("reduce")
+
+
+def _named(placeholders: dict[str, fx.Node], weight: Weight) -> list[fx.Node]:
+    return [placeholders[name] for name in weight.names if name in placeholders]
+
+
+def _placeholders(strand: StrandGraph, role: str, weight: Weight) -> list[tuple[str, str]]:
+    """(placeholder, parameter name) of a weight in a strand: one, or none if it is not used."""
+    return [
+        (name, binding.target)
+        for name, binding in strand.bindings.items()
+        if binding.role == role and binding.target in weight.names
+    ][:1]
+
+
+def _first_user(node: fx.Node, place: dict[fx.Node, int]) -> fx.Node:
+    return min(node.users, key=lambda user: place[user])
+
+
+def _any_value(strand: StrandGraph) -> fx.Node:
+    return next(
+        node for node in strand.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)
+    )
+
+
+def _shard(bucket: Bucket, layout: DataLayout) -> tuple[int, ...]:
+    return (bucket.elements // layout.shard.size,)
+
+
+def _split_shape(weight: Weight, layout: DataLayout) -> list[int]:
+    """The whole weight's shape with the ranks as an axis of its own."""
+    assert weight.dim is not None
+    part = list(weight.part(layout.shard.size))
+    return [*part[: weight.dim], layout.shard.size, *part[weight.dim :]]
+
+
+def _all_gather(writer: GraphWriter, shard: fx.Node, layout: DataLayout) -> fx.Node:
+    """[ranks, elements of the shard]."""
+    size, group = layout.shard.size, layout.shard.group
+    call = torch.ops._c10d_functional.all_gather_into_tensor.default
+    pending = writer.call(call, shard, size, group)
+    gathered = writer.call(torch.ops._c10d_functional.wait_tensor.default, pending)
+    return writer.call(aten.view.default, gathered, [size, -1])
+
+
+def _rows(
+    writer: GraphWriter, gathered: fx.Node, bucket: Bucket, weight: Weight, layout: DataLayout
+) -> fx.Node:
+    """A view of `gathered`: the weight with the ranks as an axis before the dimension they cut."""
+    assert weight.dim is not None
+    ranks = layout.shard.size
+    earlier = bucket.weights[: bucket.weights.index(weight)]
+    start = sum(other.elements for other in earlier) // ranks
+    piece = writer.call(aten.slice.Tensor, gathered, 1, start, start + weight.elements // ranks)
+    parts = writer.call(aten.view.default, piece, [ranks, *weight.part(ranks)])
+    if weight.dim == 0:
+        return parts
+    axes = [*range(1, weight.dim + 1), 0, *range(weight.dim + 1, len(weight.shape) + 1)]
+    return writer.call(aten.permute.default, parts, axes)
+
+
+def _unpack(
+    writer: GraphWriter, gathered: fx.Node, bucket: Bucket, weight: Weight, layout: DataLayout
+) -> fx.Node:
+    rows = _rows(writer, gathered, bucket, weight, layout)
+    if not rows.meta["val"].is_contiguous():
+        rows = writer.call(aten.clone.default, rows, memory_format=torch.contiguous_format)
+    return writer.call(aten.view.default, rows, list(weight.shape))
+
+
+def _reduce(
+    writer: GraphWriter, bucket: Bucket, gradients: dict[Weight, fx.Node], layout: DataLayout
+) -> fx.Node:
+    """The sum over ranks of a bucket's gradients: this rank's flat shard, or all of them flat."""
+    flat = [_flat(writer, weight, node, layout) for weight, node in gradients.items()]
+    packed = flat[0] if len(flat) == 1 else writer.call(aten.cat.default, flat, 1)
+    if packed.meta["val"].dtype != layout.reduce_dtype:
+        packed = writer.call(aten._to_copy.default, packed, dtype=layout.reduce_dtype)
+    functional = torch.ops._c10d_functional
+    if bucket.sharded:
+        size, group = layout.shard.size, layout.shard.group
+        pending = writer.call(functional.reduce_scatter_tensor.default, packed, "sum", size, group)
+        packed = writer.call(functional.wait_tensor.default, pending)
+    for axis in layout.axes(bucket):
+        pending = writer.call(functional.all_reduce.default, packed, "sum", axis.group)
+        packed = writer.call(functional.wait_tensor.default, pending)
+    return writer.call(aten.view.default, packed, [-1])
+
+
+def _flat(writer: GraphWriter, weight: Weight, node: fx.Node, layout: DataLayout) -> fx.Node:
+    """[ranks, elements of a part], or [1, elements] of a weight that stays whole."""
+    if not node.meta["val"].is_contiguous():
+        node = writer.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+    if weight.dim is None:
+        return writer.call(aten.view.default, node, [1, -1])
+    if weight.dim > 0:
+        split = writer.call(aten.view.default, node, _split_shape(weight, layout))
+        axes = [weight.dim, *(i for i in range(len(weight.shape) + 1) if i != weight.dim)]
+        moved = writer.call(aten.permute.default, split, axes)
+        node = writer.call(aten.clone.default, moved, memory_format=torch.contiguous_format)
+    return writer.call(aten.view.default, node, [layout.shard.size, -1])

@@ -1,0 +1,157 @@
+"""Trace a few blocks of a deep module, and copy the operators of the middle ones for the others.
+
+A twin with the head, two periods and the tail of the stack of blocks is traced. If its two periods
+turn out to be alike (operators, constants, shapes, and, counted from the period, what they read),
+the second one is copied, in the joint graph of forward and backward, once for each period that the
+twin lacks. What follows (cutting, recomputation, data parallelism) sees the graph of all blocks.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor, fx, nn
+
+from interlace.errors import InputError
+from interlace.graphs.blocks import Stack, find_stack, shallow
+from interlace.graphs.periods import SECOND, Marks, PeriodsDifferError, Place, check_periods
+from interlace.graphs.torch_private import GradientOf, Joint, input_of, set_input
+from interlace.graphs.trace import ChunkGraphs, bind, trace_joint
+
+T = TypeVar("T")
+
+
+class Repeated(NamedTuple):
+    """The graphs of a module, and how they came about."""
+
+    chunk: ChunkGraphs
+    copied: int
+    """Blocks that were copied instead of traced."""
+    reason: str
+    """Why all blocks were traced, if they were."""
+
+
+def trace_repeated(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Repeated:
+    """The graphs that `trace_chunk(module, example_inputs)` gives, node for node, for the cost of
+    tracing a few blocks.
+
+    All blocks are traced after all if no period of them can stand for the others. Code around the
+    blocks must treat blocks of one kind alike: what it does for one in the middle by its number
+    cannot be seen. Raises InputError naming what could not be traced.
+    """
+    stack = find_stack(module)
+    reason = ""
+    if isinstance(stack, str):
+        reason = stack
+    else:
+        try:
+            joint = repeat(trace_joint(shallow(module, stack), example_inputs), stack)
+            return Repeated(bind(joint), stack.depth - stack.kept, "")
+        except PeriodsDifferError as why:
+            reason = str(why)
+        except InputError as why:  # if it is not for the missing blocks, the next line raises too
+            reason = f"with {stack.kept} of its blocks, {why.message}"
+    return Repeated(bind(trace_joint(module, example_inputs)), 0, reason)
+
+
+def repeat(joint: Joint, stack: Stack) -> Joint:
+    """The joint graph of all of the stack's blocks, from that of its twin.
+
+    Raises PeriodsDifferError if the twin's two periods are not alike.
+    """
+    marks = Marks(joint, stack)
+    check_periods(marks)
+    return _Writer(joint, marks, stack).write()
+
+
+class _Writer:
+    """Copies the twin's graph, with group 2 once more for each period that is left out.
+
+    Those copies are groups 3, 4, ...; what was behind group 2 comes after them.
+    """
+
+    def __init__(self, joint: Joint, marks: Marks, stack: Stack) -> None:
+        self.joint = joint
+        self.marks = marks
+        self.stack = stack
+        self.graph = fx.Graph()
+        self.made: dict[Place, fx.Node] = {}
+        prefix = re.escape(stack.prefix)
+        self.block = re.compile(rf"(?P<self>L\['self'\]\.)?{prefix}(?P<block>\d+)(?=\.|$)")
+
+    def write(self) -> Joint:
+        marks = self.marks
+        for node, group in self._repeated(marks.inputs, marks.place.__getitem__):
+            what = input_of(node)
+            name = self._renamed(what.target, marks.place[node], group)
+            set_input(self._copy(node, group), replace(what, target=name))
+        for node, group in self._repeated(marks.body, marks.place.__getitem__):
+            self._copy(node, group)
+        outputs = [self.made[self._read(marks.loss, Place("", 0, None), 0)]]
+        gradients: list[GradientOf] = []
+        results = zip(marks.outputs, marks.gradients, self.joint.gradients, strict=True)
+        for (place, node, gradient), group in self._repeated(results, lambda result: result[0]):
+            outputs.append(self.made[self._read(node, place, group)])
+            name = self._renamed(gradient.parameter, place, group)
+            gradients.append(replace(gradient, parameter=name))
+        self.graph.output(tuple(outputs))
+        return Joint(self.graph, self.joint.root, tuple(gradients))
+
+    def _repeated(
+        self, items: Iterable[T], place_of: Callable[[T], Place]
+    ) -> Iterator[tuple[T, int]]:
+        """Each item with its group in the whole graph; a run of group 2 comes several times, in
+        the order of blocks, or against it in the backward."""
+        copies = range(SECOND, SECOND + self.stack.left_out + 1)
+        for (region, group), run in groupby(items, lambda item: place_of(item)[:2]):
+            if group != SECOND or not region:
+                yield from ((item, self._moved(place_of(item))) for item in run)
+                continue
+            same = list(run)
+            for copy in reversed(copies) if region == "backward" else copies:
+                yield from ((item, copy) for item in same)
+
+    def _moved(self, place: Place) -> int:
+        """The group in the whole graph of what is not copied."""
+        return place.group + (self.stack.left_out if place.group > SECOND else 0)
+
+    def _read(self, source: fx.Node, reader: Place, group: int) -> Place:
+        """The place in the whole graph of what a reader, which is in `group` there, reads."""
+        place = self.marks.place[source]
+        if not place.region:
+            return place
+        ahead = place.group - reader.group
+        return place._replace(group=group + ahead if reader.region else self._moved(place))
+
+    def _copy(self, node: fx.Node, group: int) -> fx.Node:
+        place = self.marks.place[node]
+        args, kwargs = (
+            fx.node.map_arg(part, lambda source: self.made[self._read(source, place, group)])
+            for part in (node.args, node.kwargs)
+        )
+        copy = self.graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
+        copy.meta = dict(node.meta)
+        modules = node.meta.get("nn_module_stack")
+        if modules:
+            copy.meta["nn_module_stack"] = {
+                key: (self._renamed(path, place, group), kind)
+                for key, (path, kind) in modules.items()
+            }
+        self.made[place._replace(group=group)] = copy
+        return copy
+
+    def _renamed(self, name: str, place: Place, group: int) -> str:
+        """A name in the twin as a name in the whole module, for what is in `group` there."""
+
+        def number(found: re.Match[str]) -> str:
+            block, stack = int(found["block"]), self.stack
+            if place.region:
+                block += (group - place.group) * stack.period
+            elif block >= stack.head + 2 * stack.period:
+                block += stack.depth - stack.kept
+            return f"{found['self'] or ''}{stack.prefix}{block}"
+
+        found = self.block.match(name)
+        return number(found) + name[found.end() :] if found else name

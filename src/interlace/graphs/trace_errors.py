@@ -1,0 +1,168 @@
+"""Say which module and which line of the user's code cannot be traced, and what to do about it."""
+
+import re
+import traceback
+import types
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import fx, nn
+
+from interlace.errors import InputError
+from interlace.graphs.collectives import ISSUE, is_collective
+from interlace.graphs.torch_private import InputOf
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_LIBRARY = Path(torch.__file__).parent
+_SIDE_EFFECTS = "certain side effects happened in the model.forward"
+_HARMLESS = "_active_collector"
+"""A variable that `transformers` sets and puts back in every forward."""
+
+_HINTS = (
+    (
+        ("Data-dependent", "_local_scalar_dense", "DynamicOutputShape", "DataDependent", "nonzero"),
+        "make it independent of values in tensors (torch.where, torch.clamp, fixed shapes)",
+    ),
+    (("builtin", "logging"), "move printing and logging out of forward"),
+)
+_OTHER_HINT = "write it with plain torch operators, or train with eager PyTorch (strands = eager)"
+
+
+class Line(NamedTuple):
+    """A line of somebody's code."""
+
+    file: str
+    number: int
+    function: str
+
+    @property
+    def code(self) -> str:
+        """The text of the line, stripped; empty if the file cannot be read."""
+        summary = traceback.FrameSummary(self.file, self.number, self.function)
+        return (summary.line or "").strip()
+
+
+@contextmanager
+def explained(module: nn.Module) -> Iterator[None]:
+    """While `module` is traced: whatever fails becomes an InputError that names the sub-module
+    and the line, and so does a forward that changes Python state, which a graph would not."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    except Exception as error:  # dynamo raises many types; all of them mean this
+        raise cannot_trace(module, _first_line(error), _lines(error), _hint(error)) from error
+    for warning in caught:
+        text = str(warning.message)
+        if _SIDE_EFFECTS not in text:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+        elif _HARMLESS not in text:
+            raise cannot_trace(
+                module,
+                f"forward changes Python state: {', '.join(_changed(text)) or text}",
+                (),
+                "a traced forward runs once, not every step: keep state out of forward",
+            )
+
+
+def refuse_writes(module: nn.Module, writes: Iterable[tuple[InputOf, fx.Node]]) -> None:
+    """Raise InputError if a traced forward writes to its inputs or buffers. `writes` has what is
+    written to, and the node whose value it gets."""
+    for what, node in writes:
+        name = f"input {what.target}" if what.role == "batch" else f"{what.role} {what.target!r}"
+        raise cannot_trace(
+            module,
+            f"forward writes to {name}",
+            lines_of(node),
+            "work on a copy; of layers with running statistics take one without (GroupNorm, "
+            "or BatchNorm with track_running_stats=False)",
+        )
+
+
+def refuse_collectives(module: nn.Module, graph: fx.Graph) -> None:
+    """Raise InputError for the first collective of a traced graph that has no counterpart."""
+    for node in graph.nodes:
+        if is_collective(node) and node.target not in ISSUE:
+            raise cannot_trace(
+                module,
+                f"collective {node.target} is not supported in a traced graph",
+                lines_of(node),
+                "known: " + ", ".join(sorted(str(target) for target in ISSUE)),
+            )
+
+
+def cannot_trace(module: nn.Module, why: str, lines: Sequence[Line], hint: str) -> InputError:
+    """The error for a module that fails at `lines`, innermost last."""
+    where = ""
+    own = [line for line in lines if not _in_library(line.file)]
+    if own:
+        line = own[-1]
+        owners = owners_of(module, line)
+        more = f" and {len(owners) - 1} more" if len(owners) > 1 else ""
+        named = f" ({owners[0]}{more})" if owners else ""
+        where = f"\n  {line.file}:{line.number}, in {line.function}{named}: {line.code}"
+    return InputError(f"{type(module).__name__} cannot be traced: {why}{where}", hint=hint)
+
+
+def owners_of(module: nn.Module, line: Line) -> list[str]:
+    """`name: class` of the sub-modules whose code has this line, deepest ones only."""
+    found = []
+    for name, child in module.named_modules():
+        functions = (getattr(kind, line.function, None) for kind in type(child).__mro__)
+        codes = [f.__code__ for f in functions if isinstance(f, types.FunctionType)]
+        if any(_has_line(code, line) for code in codes):
+            found.append(f"{name or 'the module itself'}: {type(child).__name__}")
+    return found
+
+
+def lines_of(node: fx.Node) -> list[Line]:
+    """Where in the user's code a traced operator comes from, innermost last."""
+    return _parsed(str(node.meta.get("stack_trace") or ""))
+
+
+def _has_line(code: types.CodeType, line: Line) -> bool:
+    numbers = [number for _, _, number in code.co_lines() if number is not None]
+    return code.co_filename == line.file and min(numbers) <= line.number <= max(numbers)
+
+
+def _in_library(file: str) -> bool:
+    path = Path(file)
+    return _LIBRARY in path.parents or Path(__file__).parents[1] in path.parents
+
+
+def _lines(error: BaseException) -> list[Line]:
+    """Lines of the traced code: dynamo keeps them beside the error, or in its text."""
+    stack = getattr(error, "real_stack", None)
+    if stack:
+        return [Line(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
+    return _parsed(str(error))
+
+
+def _parsed(text: str) -> list[Line]:
+    return [Line(file, int(number), name) for file, number, name in _FRAME.findall(text)]
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong, and dynamo's explanation of it in one line."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    first = lines[0] if lines else ""
+    found = [line for line in lines if line.startswith("Explanation: ")]
+    explanation = found[0].removeprefix("Explanation: ").rstrip(".") if found else ""
+    return f"{first} ({explanation})" if explanation else f"{type(error).__name__}: {first}"
+
+
+def _hint(error: BaseException) -> str:
+    text = f"{type(error).__name__} {error}"
+    return next((hint for words, hint in _HINTS if any(w in text for w in words)), _OTHER_HINT)
+
+
+def _changed(text: str) -> list[str]:
+    """Sources that dynamo names, as paths of modules: `_modules['a']._modules['b']` is a.b."""
+    sources = re.findall(r'"([^"]+)"', text)
+    return [".".join(re.findall(r"_modules\['([^']+)'\]", source)) or source for source in sources]

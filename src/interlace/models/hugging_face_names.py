@@ -1,0 +1,118 @@
+"""Which tensor of a Hugging Face checkpoint each parameter of our models is.
+
+`*` stands for the number of a layer. Rotary positions pair (i, i + E/2) on both sides, so Llama's
+query and key rows need no permutation.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from interlace.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """All of a stored tensor, or one of `parts` equal parts of its output features."""
+
+    tensor: str
+    transposed: bool = False
+    """Stored as [inputs, outputs], as GPT-2's layers are."""
+    part: int = 0
+    parts: int = 1
+    longer: bool = False
+    """The stored tensor may have more rows; the first are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture is stored."""
+
+    architecture: str
+    """Name in `interlace.models`."""
+    model_type: str
+    class_name: str
+    """Of the causal language model in `transformers`."""
+    prefix: str
+    """Before all names but the head's; checkpoints of the bare model lack it."""
+    pieces: dict[str, Piece]
+    """By name of our parameter."""
+    ignored: re.Pattern[str]
+    """Stored names that are no weights: masks and rotary tables."""
+
+
+def _linears(ours: str, theirs: str) -> dict[str, Piece]:
+    """Weight and bias of a layer of GPT-2, which stores weights transposed."""
+    return {
+        f"{ours}.weight": Piece(f"{theirs}.weight", transposed=True),
+        f"{ours}.bias": Piece(f"{theirs}.bias"),
+    }
+
+
+def _norms(ours: str, theirs: str) -> dict[str, Piece]:
+    return {f"{ours}.{kind}": Piece(f"{theirs}.{kind}") for kind in ("weight", "bias")}
+
+
+def _fused(ours: tuple[str, ...], theirs: str) -> dict[str, Piece]:
+    found = {}
+    for part, name in enumerate(ours):
+        for kind in ("weight", "bias"):
+            piece = Piece(f"{theirs}.{kind}", kind == "weight", part, len(ours))
+            found[f"{name}.{kind}"] = piece
+    return found
+
+
+_ATTENTION = "blocks.*.attention"
+_LLAMA = {
+    "embedding.weight": Piece("model.embed_tokens.weight"),
+    "blocks.*.attention_norm.weight": Piece("model.layers.*.input_layernorm.weight"),
+    f"{_ATTENTION}.query.weight": Piece("model.layers.*.self_attn.q_proj.weight"),
+    f"{_ATTENTION}.key.weight": Piece("model.layers.*.self_attn.k_proj.weight"),
+    f"{_ATTENTION}.value.weight": Piece("model.layers.*.self_attn.v_proj.weight"),
+    f"{_ATTENTION}.output.weight": Piece("model.layers.*.self_attn.o_proj.weight"),
+    "blocks.*.ffn_norm.weight": Piece("model.layers.*.post_attention_layernorm.weight"),
+    "blocks.*.ffn.gate.weight": Piece("model.layers.*.mlp.gate_proj.weight"),
+    "blocks.*.ffn.up.weight": Piece("model.layers.*.mlp.up_proj.weight"),
+    "blocks.*.ffn.down.weight": Piece("model.layers.*.mlp.down_proj.weight"),
+    "norm.weight": Piece("model.norm.weight"),
+    "head.weight": Piece("lm_head.weight"),
+}
+_GPT2 = {
+    "embedding.weight": Piece("transformer.wte.weight"),
+    "positions.weight": Piece("transformer.wpe.weight", longer=True),
+    **_norms("blocks.*.attention_norm", "transformer.h.*.ln_1"),
+    **_fused(
+        (f"{_ATTENTION}.query", f"{_ATTENTION}.key", f"{_ATTENTION}.value"),
+        "transformer.h.*.attn.c_attn",
+    ),
+    **_linears(f"{_ATTENTION}.output", "transformer.h.*.attn.c_proj"),
+    **_norms("blocks.*.ffn_norm", "transformer.h.*.ln_2"),
+    **_linears("blocks.*.ffn.up", "transformer.h.*.mlp.c_fc"),
+    **_linears("blocks.*.ffn.down", "transformer.h.*.mlp.c_proj"),
+    **_norms("norm", "transformer.ln_f"),
+    "head.weight": Piece("lm_head.weight"),
+}
+
+_ROTARY = re.compile(r".*\.rotary_emb\.inv_freq")
+_MASKS = re.compile(r".*\.attn\.(masked_)?bias")
+FAMILIES = (
+    Family("llama", "llama", "LlamaForCausalLM", "model.", _LLAMA, _ROTARY),
+    Family("gpt", "gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, _MASKS),
+)
+
+
+def pieces(family: Family, names: Iterable[str]) -> dict[str, Piece]:
+    """The stored piece of each of our parameter `names`. Raises InputError if they are of another
+    architecture."""
+    found = {}
+    for name in names:
+        layer = re.search(r"\d+", name)
+        number = layer[0] if layer else "*"
+        piece = family.pieces.get(name.replace(number, "*", 1))
+        if piece is None:
+            raise InputError(
+                f"{name} is no parameter of a {family.architecture} model",
+                hint=f"set model.architecture to {family.architecture}, the checkpoint's",
+            )
+        found[name] = replace(piece, tensor=piece.tensor.replace("*", number))
+    return found

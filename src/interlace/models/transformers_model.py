@@ -1,0 +1,138 @@
+"""A causal language model of `transformers`, as it is, from a folder with its config.json."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from interlace.errors import InputError
+
+CAUSAL = "interlace_causal"
+"""Name of an attention implementation: that of `sdpa`, without masks. While it is traced,
+`transformers` writes every mask out, which costs the fast kernels; a causal one needs none."""
+
+
+class TransformersLoss(nn.Module):
+    """Mean cross-entropy in nats of a `transformers` model over a micro-batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """A scalar, equal on all ranks of a tensor-parallel group; logits may be a DTensor that
+        is split by vocabulary, under `parallel.tensor.loss_context`."""
+        logits_BSV = self.model(input_ids=tokens_BS, use_cache=False).logits
+        wide = torch.promote_types(logits_BSV.dtype, torch.float32)
+        loss = F.cross_entropy(logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten())
+        return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def build(folder: str, *, vocab_size: int, sequence_length: int) -> nn.Module:
+    """The model of `folder`, in float32: with the weights of its safetensors files if it has any,
+    else with weights drawn from torch's global generator. Under fake tensors nothing is read.
+
+    Raises InputError for a folder or model that cannot be used, for fewer than `vocab_size`
+    tokens or `sequence_length` positions, and for weights in pickles. No code of the folder runs.
+    """
+    path = Path(folder)
+    config = _config(path)
+    _check(config, folder, vocab_size, sequence_length)
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
+
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": _attention(config, sequence_length),
+    }
+    try:
+        if has_weights(path) and type(torch.empty(0)) is Tensor:  # else tensors are fake
+            options |= {"local_files_only": True, "use_safetensors": True}
+            return AutoModelForCausalLM.from_pretrained(path, config=config, **options).train()
+        return AutoModelForCausalLM.from_config(config, **options).train()
+    except (ValueError, OSError) as error:
+        raise InputError(
+            f"model.config = {folder!r}: {type(config).__name__} makes no causal language model: "
+            f"{_first_line(error)}",
+            hint="choose the configuration of a causal language model that this version of "
+            "transformers knows",
+        ) from error
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights. Raises InputError if they are pickles only."""
+    if any(folder.glob("*.safetensors*")):
+        return True
+    pickles = sorted(folder.glob("*.bin"))
+    if pickles:
+        raise InputError(
+            f"model.config = {str(folder)!r} holds its weights in {pickles[0].name}, a pickle, "
+            "which runs code when it is read",
+            hint="save the model as safetensors (save_pretrained does)",
+        )
+    return False
+
+
+def _config(path: Path) -> Any:
+    file = path / "config.json"
+    if not file.is_file():
+        raise InputError(
+            f"model.config = {str(path)!r} has no config.json",
+            hint="set model.config to the folder of a transformers model",
+        )
+    try:
+        from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
+    except ImportError as error:
+        raise InputError(
+            'model.source = "hugging_face" needs the package transformers',
+            hint="pip install 'interlace[hugging-face]'",
+        ) from error
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{str(file)!r} cannot be used: {_first_line(error)}",
+            hint="it must name a model_type that this version of transformers knows itself",
+        ) from error
+    config.use_cache = False
+    return config
+
+
+def _check(config: Any, folder: str, vocab_size: int, sequence_length: int) -> None:
+    rows = getattr(config, "vocab_size", vocab_size)
+    if rows < vocab_size:
+        raise InputError(
+            f"the model of {folder!r} knows {rows} tokens, and the tokenizer has {vocab_size}",
+            hint="set data.tokenizer to the tokenizer.json of the model",
+        )
+    positions = getattr(config, "max_position_embeddings", sequence_length)
+    if sequence_length > positions:
+        raise InputError(
+            f"data.sequence_length = {sequence_length} is longer than the {positions} positions "
+            f"of the model of {folder!r}",
+            hint=f"set data.sequence_length to {positions} or less",
+        )
+
+
+def _attention(config: Any, sequence_length: int) -> str:
+    """The implementation of attention: without masks where every layer is plainly causal."""
+    if getattr(config, "attn_logit_softcapping", None):
+        return "eager"  # sdpa knows no cap
+    window = getattr(config, "sliding_window", None)
+    windowed = window is not None and window < sequence_length
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    if windowed or chunked or not getattr(config, "is_causal", True):
+        return "sdpa"
+    from transformers import AttentionInterface  # noqa: PLC0415 - takes seconds
+    from transformers.integrations.sdpa_attention import (  # noqa: PLC0415
+        sdpa_attention_forward,
+    )
+
+    AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+    return CAUSAL
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

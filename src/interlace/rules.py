@@ -1,0 +1,267 @@
+"""Rules for a RunConfig that need no torch and no data: values that can never work.
+
+Each raises InputError with the field, the value and what to set.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from interlace.config import ParallelConfig, RunConfig, modes_of, parse_rate, world_of
+from interlace.errors import InputError
+
+_POSITIVE = (
+    "model.layers",
+    "model.width",
+    "model.heads",
+    "model.kv_heads",
+    "model.ffn_width",
+    "parallel.data_replicate",
+    "parallel.context",
+    "parallel.tensor",
+    "parallel.bucket_mib",
+    "data.sequence_length",
+    "optimizer.learning_rate",
+    "train.steps",
+    "train.micro_batches",
+    "train.micro_batch_size",
+    "train.evaluate_batches",
+    "train.threads",
+    "plan.profile_repeats",
+    "watchdog.heartbeat_s",
+    "model.rope_theta",
+    "model.rope_factor",
+    "model.rope_original_length",
+    "model.norm_eps",
+    "optimizer.epsilon",
+)
+_NOT_NEGATIVE = (
+    "model.vocab_size",
+    "optimizer.warmup_steps",
+    "optimizer.weight_decay",
+    "optimizer.clip_norm",
+    "train.evaluate_every",
+    "compare.steps",
+    "plan.trial_steps",
+    "plan.memory_mib",
+    "plan.extra_memory",
+    "plan.extra_memory_mib",
+    "link.latency_us",
+    "output.record_every",
+    "hardware.peak_tflops",
+    "hardware.memory_gb_per_s",
+    "train.seed",
+    "train.recompute_mib",
+    "checkpoint.every",
+    "checkpoint.keep",
+)
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    table, key = name.split(".")
+    return getattr(getattr(config, table), key)
+
+
+def check(config: RunConfig) -> None:
+    """Raise InputError for values that can never work, whatever the machine."""
+    for name in _POSITIVE:
+        if not 0 < _value(config, name) < float("inf"):
+            raise InputError(
+                f"{name} = {_value(config, name)!r} must be positive", hint=f"set {name} above 0"
+            )
+    for name in _NOT_NEGATIVE:
+        if not 0 <= _value(config, name) < float("inf"):
+            raise InputError(
+                f"{name} = {_value(config, name)!r} must not be negative",
+                hint=f"set {name} to 0 or more",
+            )
+    for name in ("data.held_out", "optimizer.beta1", "optimizer.beta2"):
+        if not 0 < _value(config, name) < 1:
+            raise InputError(
+                f"{name} = {_value(config, name)!r} must lie between 0 and 1",
+                hint=f"set {name} above 0 and below 1",
+            )
+    if not 0 <= config.optimizer.final_fraction <= 1:
+        raise InputError(
+            f"optimizer.final_fraction = {config.optimizer.final_fraction!r} must lie in 0..1",
+            hint="0.1 ends at a tenth of the peak",
+        )
+    ways = config.compare.modes
+    if config.compare.steps and len(set(ways)) < max(1, len(ways)):
+        raise InputError(
+            f"compare.modes = {list(ways)} must name ways of running, each once",
+            hint='set compare.modes to several of them, as in ["eager", "1", "2"]',
+        )
+    if config.link.rate:
+        parse_rate(config.link.rate, "link.rate")
+    if config.watchdog.dead_after_s < 2 * config.watchdog.heartbeat_s:
+        raise InputError(
+            f"watchdog.dead_after_s = {config.watchdog.dead_after_s} is less than two heartbeats "
+            f"of {config.watchdog.heartbeat_s} s",
+            hint="set watchdog.dead_after_s to at least twice watchdog.heartbeat_s",
+        )
+    if not 0 <= config.model.dropout < 1:
+        raise InputError(
+            f"model.dropout = {config.model.dropout!r} must be at least 0 and below 1",
+            hint="0 drops nothing",
+        )
+    _check_layout(config)
+    _check_shapes(config)
+    if modes_of(config) - {"eager", "1"} and config.train.micro_batches < 2:
+        raise InputError(
+            f"two strands need at least two micro-batches per step, and "
+            f"train.micro_batches = {config.train.micro_batches}",
+            hint="set train.micro_batches to 2 or more (8 hides most), or strands to 1 and "
+            "compare.modes to eager,1",
+        )
+
+
+def _check_shapes(config: RunConfig) -> None:
+    model = config.model
+    if model.source == "hugging_face":
+        _check_hugging_face(config)
+        return
+    if model.width % model.heads:
+        raise InputError(
+            f"model.width = {model.width} is not a multiple of model.heads = {model.heads}",
+            hint="set model.width to heads x head size",
+        )
+    if model.architecture == "llama" and (model.width // model.heads) % 2:
+        raise InputError(
+            f"the head size {model.width // model.heads} is odd; rotary positions need pairs",
+            hint="set model.width to an even multiple of model.heads",
+        )
+    if model.heads % model.kv_heads:
+        raise InputError(
+            f"model.heads = {model.heads} is not a multiple of model.kv_heads = {model.kv_heads}",
+            hint="set model.kv_heads to a divisor of model.heads",
+        )
+    low, high = model.rope_low_frequency, model.rope_high_frequency
+    if model.rope_scaling == "llama3" and not 0 < low < high:
+        raise InputError(
+            f"model.rope_low_frequency = {low} must be positive and below "
+            f"model.rope_high_frequency = {high}",
+            hint="Llama 3.1 has 1 and 4",
+        )
+    _check_tensor(config)
+    _check_context(config)
+
+
+def _check_hugging_face(config: RunConfig) -> None:
+    """The model's own shape is checked when it is built."""
+    if not config.model.config:
+        raise InputError(
+            "model.source = 'hugging_face' needs a model",
+            hint="set model.config to a folder with a config.json",
+        )
+    if config.parallel.context > 1:
+        raise InputError(
+            f"parallel.context = {config.parallel.context} needs attention that Interlace can "
+            "replace, and model.source = 'hugging_face' runs the model as it is",
+            hint="set parallel.context to 1",
+        )
+
+
+def _check_tensor(config: RunConfig) -> None:
+    model, tensor = config.model, config.parallel.tensor
+    shares = {
+        "model.heads": model.heads,
+        "model.ffn_width": model.ffn_width,
+        "data.sequence_length": config.data.sequence_length,
+        "model.vocab_size": model.vocab_size,
+    }
+    for name, size in shares.items():
+        if size % tensor:
+            raise InputError(
+                f"{name} = {size} cannot be divided among parallel.tensor = {tensor} ranks",
+                hint=f"set {name} to a multiple of {tensor}, or parallel.tensor to a divisor",
+            )
+    if model.kv_heads % tensor and tensor % model.kv_heads:
+        raise InputError(
+            f"model.kv_heads = {model.kv_heads} heads can neither be divided among nor repeated on "
+            f"parallel.tensor = {tensor} ranks",
+            hint="set one of them to a multiple of the other",
+        )
+
+
+def _check_context(config: RunConfig) -> None:
+    parallel, model = config.parallel, config.model
+    if parallel.context == 1:
+        return
+    ring = parallel.context_method == "ring"
+    pieces = parallel.tensor * parallel.context * (2 if ring else 1)
+    if config.data.sequence_length % pieces:
+        twice = " x 2 (ring)" if ring else ""
+        raise InputError(
+            f"data.sequence_length = {config.data.sequence_length} cannot be divided into "
+            f"{pieces} pieces: parallel.context = {parallel.context} x parallel.tensor = "
+            f"{parallel.tensor}{twice}",
+            hint=f"set data.sequence_length to a multiple of {pieces}",
+        )
+    heads = model.heads // parallel.tensor
+    if not ring and heads % parallel.context:
+        raise InputError(
+            f"ulysses splits the {heads} query heads of a rank (model.heads = {model.heads} / "
+            f"parallel.tensor = {parallel.tensor}) among parallel.context = {parallel.context}",
+            hint="set parallel.context to a divisor, or parallel.context_method to ring",
+        )
+
+
+def _check_layout(config: RunConfig) -> None:
+    parallel = config.parallel
+    for name in ("pipeline", "expert"):
+        if getattr(parallel, name) != 1:
+            raise InputError(
+                f"parallel.{name} = {getattr(parallel, name)} is reserved and must be 1",
+                hint=f"leave parallel.{name} out",
+            )
+    if parallel.data_shard < -1 or parallel.data_shard == 0:
+        raise InputError(
+            f"parallel.data_shard = {parallel.data_shard} must be positive, or -1",
+            hint="-1 takes all ranks that the other degrees leave",
+        )
+    if parallel.reduce == "micro_batch" and parallel.zero != 3:
+        raise InputError(
+            f"parallel.reduce = 'micro_batch' keeps shards of gradients, and parallel.zero = "
+            f"{parallel.zero} keeps them whole",
+            hint="set parallel.zero to 3, or parallel.reduce to step",
+        )
+    if config.train.recompute == "budget" and not config.train.recompute_mib:
+        raise InputError(
+            "train.recompute = 'budget' needs a budget",
+            hint="set train.recompute_mib to what one micro-batch may keep for its backward",
+        )
+
+
+def resolve_layout(config: RunConfig, world_size: int) -> RunConfig:
+    """`config` for `world_size` ranks, with a `data_shard` of -1 replaced by a number.
+
+    Raises InputError, showing the product, unless the ranks that exist are those it needs.
+    """
+    parallel = config.parallel
+    if parallel.data_shard == -1:
+        others = world_of(parallel)
+        if world_size % others:
+            raise InputError(
+                f"parallel.data_shard = -1 takes the rest of {world_size} ranks, and "
+                f"{_product(parallel, rest=True)} = {others} does not divide {world_size}",
+                hint=f"start a multiple of {others} ranks, or change a degree",
+            )
+        parallel = replace(parallel, data_shard=world_size // others)
+    if world_of(parallel) != world_size:
+        raise InputError(
+            f"the layout needs {world_of(parallel)} ranks: {_product(parallel)} = "
+            f"{world_of(parallel)}, and the world size is {world_size}",
+            hint=f"start {world_of(parallel)} ranks (--nproc {world_of(parallel)}), or change a "
+            f"degree so that the product is {world_size}",
+        )
+    return replace(config, parallel=parallel)
+
+
+def _product(parallel: ParallelConfig, *, rest: bool = False) -> str:
+    names = ("data_replicate", "data_shard", "context", "tensor")
+    parts = [
+        f"parallel.{name} {getattr(parallel, name)}"
+        for name in names
+        if not (rest and name == "data_shard")
+    ]
+    return " x ".join(parts)

@@ -1,0 +1,87 @@
+"""Gradients of a user's own module: buffers that graphs add to, handed out as `parameter.grad`."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from interlace.errors import RunError
+from interlace.parallel.tensor import finish_gradients
+from interlace.runtime.executor import local
+
+
+class ParameterGradients:
+    """Local buffers of a module's gradients. Around a step call `begin` and `finish`; then they
+    are in `parameter.grad` under autograd's rules: of the parameter's dtype and layout, and added
+    to what was there before."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        placements: Mapping[str, tuple[Placement, ...] | None],
+        dtype: torch.dtype,
+    ) -> None:
+        """`module` is the traced one, which holds the user's under one name. `names` are the
+        parameters that get a gradient, `placements` say how a rank's gradient lies on the
+        parameter's mesh; sums are kept in `dtype`."""
+        everything = dict(module.named_parameters(remove_duplicate=False))
+        self._addresses = {name: (p, local(p).data_ptr()) for name, p in everything.items()}
+        self._buffers: dict[nn.Parameter, Tensor] = {}
+        self._layouts: dict[nn.Parameter, tuple[Placement, ...]] = {}
+        self.constants = {("parameter", name): local(p) for name, p in everything.items()}
+        """What the graphs' inputs stand for, by (role, target)."""
+        for name in names:
+            parameter = everything[name]
+            if parameter not in self._buffers:
+                self._buffers[parameter] = torch.zeros_like(local(parameter), dtype=dtype)
+            if isinstance(parameter, DTensor):
+                self._layouts[parameter] = placements[name] or parameter.placements
+            self.constants["gradient", name] = self._buffers[parameter]
+        self._before: dict[nn.Parameter, Tensor | None] = {}
+
+    def begin(self) -> None:
+        """Make the buffers ready: gradients that are still in them stay and are added to.
+
+        Raises RunError if a parameter has new memory, which the graphs do not know.
+        """
+        for name, (parameter, address) in self._addresses.items():
+            if local(parameter).data_ptr() != address:
+                own_name = name.partition(".")[2]
+                raise RunError(
+                    f"parameter {own_name!r} has other memory than when the step was compiled",
+                    hint="change parameters in place (load_state_dict, optimizers), or compile "
+                    "the step again",
+                )
+        for parameter, buffer in self._buffers.items():
+            before = parameter.grad
+            kept = before is not None and local(before).data_ptr() == buffer.data_ptr()
+            self._before[parameter] = None if kept else before
+            if not kept:
+                buffer.zero_()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put the gradients into `parameter.grad`; sums over ranks that are due happen here."""
+        for parameter, buffer in self._buffers.items():
+            parameter.grad = self._laid_out(parameter, buffer)
+        finish_gradients(self._buffers)
+        for parameter, before in self._before.items():
+            if before is not None:
+                assert parameter.grad is not None
+                before.add_(parameter.grad)
+                parameter.grad = before
+        self._before.clear()
+
+    def _laid_out(self, parameter: nn.Parameter, buffer: Tensor) -> Tensor:
+        gradient = buffer.to(parameter.dtype)
+        if not isinstance(parameter, DTensor):
+            return gradient
+        layout = self._layouts[parameter]
+        if layout != parameter.placements and gradient.data_ptr() == buffer.data_ptr():
+            gradient = buffer.clone()  # a sum over ranks must not be taken for this rank's part
+        return DTensor.from_local(
+            gradient, parameter.device_mesh, layout,
+            run_check=False, shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip

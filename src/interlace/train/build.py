@@ -1,0 +1,64 @@
+"""The module that one rank trains: built, laid out over the meshes, with its loss."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from interlace.config import RunConfig
+from interlace.models import model_file
+from interlace.models.hugging_face import load_config, load_weights
+from interlace.models.loss import NextTokenLoss
+from interlace.models.transformers_model import TransformersLoss, build, has_weights
+from interlace.parallel.context import apply_context_parallel
+from interlace.parallel.meshes import Meshes
+from interlace.parallel.plans import apply_published_plan
+from interlace.parallel.tensor import apply_tensor_parallel
+from interlace.rules import check
+
+
+def build_module(
+    config: RunConfig, meshes: Meshes, vocab_size: int, device: torch.device
+) -> nn.Module:
+    """`module(tokens, targets) -> loss` of this rank, with fresh weights from torch's global
+    generator. Data-parallel ranks hold whole weights. Under fake tensors it takes no memory."""
+    if config.model.source == "hugging_face":
+        return _transformers_module(config, meshes, vocab_size, device)
+    files = model_file(config.model.architecture)
+    with device:  # fake tensors cannot be moved
+        model = files.build(config.model, vocab_size, config.data.sequence_length)
+    method = config.parallel.context_method
+    apply_context_parallel(
+        model, meshes.context, files.CONTEXT_PLAN, method, config.data.sequence_length
+    )
+    apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
+    folder = Path(config.model.config)
+    if config.model.config and has_weights(folder) and not is_fake():
+        load_weights(model, folder)
+    return NextTokenLoss(model)
+
+
+def is_fake() -> bool:
+    """Whether tensors made now have no memory."""
+    return type(torch.empty(0)) is not Tensor
+
+
+def published_shape(config: RunConfig) -> RunConfig:
+    """`config` with the shape of the model that `model.config` names, if there is one. Raises
+    InputError for a folder that holds none."""
+    if config.model.source == "hugging_face" or not config.model.config:
+        return config
+    found = replace(config, model=load_config(config.model.config, config.model))
+    check(found)
+    return found
+
+
+def _transformers_module(
+    config: RunConfig, meshes: Meshes, vocab_size: int, device: torch.device
+) -> nn.Module:
+    length = config.data.sequence_length
+    with device:  # fake tensors cannot be moved
+        model = build(config.model.config, vocab_size=vocab_size, sequence_length=length)
+    apply_published_plan(model, meshes.tensor)
+    return TransformersLoss(model)

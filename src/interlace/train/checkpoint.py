@@ -1,0 +1,215 @@
+"""When checkpoints are written and which one is taken up; the rest is in checkpoint_*.py."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from interlace.errors import InputError, RunError
+from interlace.train import checkpoint_files as files
+from interlace.train.checkpoint_exchange import gather_json
+from interlace.train.checkpoint_files import Damaged
+from interlace.train.checkpoint_manifest import MANIFEST, Manifest
+from interlace.train.checkpoint_request import changed_settings, checkpoint_directory
+from interlace.train.checkpoint_state import mesh_of, plain_state, restore, state_tensors
+from interlace.train.checkpoint_storage import SavePieces, check_headers, plan_pieces
+from interlace.train.checkpoint_writer import Background, Outcome, write_checkpoint
+from interlace.train.data import Batches
+from interlace.train.session import Session
+
+Tell = Callable[[str, dict[str, Any]], None]
+"""Takes a line for people and the values of a metrics event `checkpoint`."""
+
+LAST_WRITE_S = 60.0
+"""How long a run that has failed waits for a checkpoint that is being written."""
+
+
+class Checkpointer:
+    """Saves a session every so many steps, keeps the newest, and resumes from one.
+
+    Methods are collective. A save that fails harms nothing: it is told, the next one tries again,
+    and `finish` raises RunError if the last one failed.
+    """
+
+    def __init__(self, session: Session, tell: Tell) -> None:
+        self.session = session
+        self.config = session.config.checkpoint
+        self.directory = checkpoint_directory(session.config)
+        self._tell = tell
+        self._pieces: SavePieces | None = None
+        self._writing: Background | None = None
+        self._last: Outcome | None = None
+        self._saved_step = 0
+        self._group: dist.ProcessGroup | None = None
+        if self.config.every or self.config.resume:
+            # A group of its own: the writing thread talks while training does.
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
+
+    def resume(self, batches: Batches) -> int:
+        """Take up the checkpoint that the configuration names; returns its step, 0 for none.
+
+        Call it before the first step. Damage is found before any weight changes: with `latest`
+        the checkpoint before it is taken. Raises InputError if none can be.
+        """
+        if self._group is None:
+            return 0
+        steps = self._open_directory()
+        if not self.config.resume:
+            return 0
+        if self.config.resume == "latest":
+            folder, manifest = self._newest_good(steps)
+        else:
+            folder, manifest = self._named()
+        if folder is None or manifest is None:
+            self._tell(f"no checkpoint in {self.directory}: starting afresh", {"action": "none"})
+            return 0
+        # A layout that the planner cannot describe must not get as far as changing weights.
+        masters = self.session.weights.masters
+        plan_pieces({name: each.detach() for name, each in masters.items()}, self._group)
+        restore(self.session, folder, manifest, batches)
+        self._saved_step = manifest.step
+        self._tell_resumed(folder, manifest)
+        return manifest.step
+
+    def after_step(self, step: int, batches: Batches) -> None:
+        """Save if it is time, and tell how the one before went."""
+        if self._writing is not None and self._writing.wait(0):
+            self._join()
+        if self.config.every and step % self.config.every == 0:
+            self.save(step, batches)
+
+    def save(self, step: int, batches: Batches) -> None:
+        """Copy the state of now, and write it while training goes on (or at once, as set)."""
+        self._join()
+        tensors = state_tensors(self.session)
+        if self._pieces is None:
+            self._pieces = plan_pieces(tensors, self._group)
+        staged = self._pieces.stage(tensors)
+        manifest = Manifest(
+            step=step,
+            mesh=mesh_of(self.session),
+            config=self.session.config.as_dict(),
+            state=plain_state(self.session, batches),
+            files=(),
+            tensors=self._pieces.tensors,
+        )
+        self._saved_step = step
+        keep, directory, group = self.config.keep, self.directory, self._group
+        self._writing = Background(
+            lambda: write_checkpoint(manifest, staged, directory, keep, group)
+        )
+        if not self.config.background:
+            self._join()
+
+    def finish(self, step: int, batches: Batches) -> None:
+        """Save the last state, wait for it; RunError if it could not be written."""
+        if self.config.every and step > self._saved_step:
+            self.save(step, batches)
+        self._join()
+        if self._last is not None and self._last.error:
+            steps = files.saved_steps(self.directory)
+            newest = f"the newest good one is {files.folder_name(steps[0])}" if steps else ""
+            raise RunError(str(self._last), hint=newest)
+
+    def close(self) -> None:
+        """Give a checkpoint that is being written the time to get done, and let go of the group."""
+        if self._writing is not None and not self._writing.wait(LAST_WRITE_S):
+            return
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _join(self) -> None:
+        """Wait for the writing thread, and tell what it did."""
+        if self._writing is None:
+            return
+        outcome = self._last = self._writing.outcome()
+        self._writing = None
+        self._tell(
+            str(outcome), {"action": "failed" if outcome.error else "saved"} | asdict(outcome)
+        )
+
+    def _tell_resumed(self, folder: Path, manifest: Manifest) -> None:
+        changes = changed_settings(self.session.config, manifest)
+        text = f"resumed from {folder}, after step {manifest.step}"
+        if changes:
+            text += f"; settings differ: {', '.join(changes)}"
+        values = {"action": "resumed", "step": manifest.step, "folder": folder, "changed": changes}
+        self._tell(text, values)
+
+    def _open_directory(self) -> list[int]:
+        """Clear what a killed run left; the steps saved there, newest first. The first rank does
+        it for all."""
+        said: Any = None
+        if self.session.rank == 0:
+            try:
+                done = files.recover(self.directory)
+                said = [files.saved_steps(self.directory), done, ""]
+            except OSError as error:
+                said = [[], [], f"{error.strerror or error}"]
+        steps, done, error = gather_json(said, self._group)[0]
+        if error:
+            raise InputError(
+                f"checkpoint.directory = {str(self.directory)!r} cannot be used: {error}",
+                hint="set checkpoint.directory to a folder that can be written",
+            )
+        if done:
+            text = f"{self.directory}: a run was cut off while writing: {'; '.join(done)}"
+            self._tell(text, {"action": "recovered", "done": done})
+        return steps
+
+    def _newest_good(self, steps: list[int]) -> tuple[Path | None, Manifest | None]:
+        damaged: list[Path] = []
+        for step in steps:
+            folder = self.directory / files.folder_name(step)
+            manifest, reason = self._checked(folder)
+            if manifest is not None:
+                self._set_aside(damaged)
+                return folder, manifest
+            damaged.append(folder)
+            text = f"checkpoint {folder} is damaged: {reason}; trying the one before"
+            self._tell(text, {"action": "damaged", "step": step, "reason": reason})
+        if steps:
+            raise InputError(
+                f"none of the {len(steps)} checkpoints in {self.directory} is sound",
+                hint="move them away to start afresh",
+            )
+        return None, None
+
+    def _set_aside(self, damaged: list[Path]) -> None:
+        """Else they would count as the newest when old ones are removed."""
+        if self.config.every and self.session.rank == 0:
+            for folder in damaged:
+                files.set_aside(folder)
+
+    def _named(self) -> tuple[Path, Manifest]:
+        folder = Path(self.config.resume)
+        manifest, reason = self._checked(folder)
+        if manifest is None:
+            raise Damaged(folder, reason)
+        return folder, manifest
+
+    def _checked(self, folder: Path) -> tuple[Manifest | None, str]:
+        """The manifest if all files are sound, each looked at by one rank; else why not."""
+        manifest, digest, reason = None, "", ""
+        try:
+            manifest = files.read_manifest(folder)
+            digest = files.digest_of(asdict(manifest))
+            own = manifest.files[self.session.rank :: self.session.world_size]
+            for file in own:
+                files.check_file(folder, file)
+            check_headers(folder, manifest, [file.name for file in own])
+        except Damaged as error:
+            reason = error.reason
+        everyone = gather_json([digest, reason], self._group)
+        if len({seen for seen, _ in everyone}) > 1:
+            raise RunError(
+                f"the ranks do not see the same {folder / MANIFEST}",
+                hint="keep checkpoints in a folder that all hosts share",
+            )
+        found = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyone) if text]
+        return (None, found[0]) if found else (manifest, "")

@@ -1,0 +1,182 @@
+"""Proves that tensors saved on one mesh come back bit by bit on any other, and from one process."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from processes import gloo_group, run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from interlace.errors import RunError
+from interlace.train.checkpoint_exchange import gather_json
+from interlace.train.checkpoint_export import sound_manifest
+from interlace.train.checkpoint_files import folder_name
+from interlace.train.checkpoint_manifest import Manifest
+from interlace.train.checkpoint_storage import (
+    CheckpointReader,
+    load_tensors,
+    plan_pieces,
+    whole_tensor,
+)
+from interlace.train.checkpoint_writer import Outcome, write_checkpoint
+
+pytestmark = pytest.mark.gloo
+
+SHAPES = {"square": (8, 12), "rows": (7, 4), "vector": (5,), "deep": (4, 4, 4), "number": ()}
+# Each layout: the mesh, and how each tensor lies on it; other tensors are plain and replicated.
+LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, list[Any]]]] = {
+    "tp4": ((4,), {"square": [Shard(1)], "rows": [Shard(0)], "vector": [Shard(0)]}),
+    "dp2 x tp2": (
+        (2, 2),
+        {"square": [Shard(0), Shard(1)], "deep": [Shard(2), Shard(0)], "rows": [Replicate()] * 2},
+    ),
+    "replicate2 x shard2 x tp1": (
+        (2, 2, 1),
+        {
+            "square": [Replicate(), Shard(0), Shard(1)],
+            "rows": [Replicate(), Shard(0), Replicate()],
+            "number": [Replicate()] * 3,
+        },
+    ),
+    "both on one dimension": ((2, 2), {"square": [Shard(0), Shard(0)], "rows": [Shard(0)] * 2}),
+    "whole": ((4,), {}),
+}
+
+
+def values() -> dict[str, Tensor]:
+    """The same global tensors in every process."""
+    draw = torch.Generator().manual_seed(3)
+    found = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+    found["half"] = torch.randn(6, generator=draw).bfloat16()
+    found["bytes"] = torch.arange(9, dtype=torch.uint8)
+    return found
+
+
+def laid_out(layout: str) -> dict[str, Tensor]:
+    """`values` as the ranks of a layout hold them."""
+    shape, placements = LAYOUTS[layout]
+    mesh = init_device_mesh("cpu", shape)
+    return {
+        name: distribute_tensor(tensor, mesh, placements[name]) if name in placements else tensor
+        for name, tensor in values().items()
+    }
+
+
+def save(tensors: dict[str, Tensor], directory: Path, step: int) -> Outcome:
+    """A checkpoint of `tensors` and nothing else."""
+    pieces = plan_pieces(tensors, None)
+    manifest = Manifest(step=step, mesh={}, config={}, state={}, files=(), tensors=pieces.tensors)
+    return write_checkpoint(manifest, pieces.stage(tensors), directory, 0, None)
+
+
+def child(directory: str) -> dict[str, Any]:
+    """A child: everything that needs four ranks, in one go."""
+    with gloo_group():
+        return {
+            "moved": moved(Path(directory)),
+            "strided": strided(Path(directory) / "strided"),
+            "opened": opened_by_torch(Path(directory)),
+            "exchanged": gather_json({"text": "\u00e9" * (10 ** int(os.environ["RANK"]))}, None),
+        }
+
+
+def moved(directory: Path) -> list[list[str]]:
+    """For each pair of layouts, the names of tensors that came back with other bits."""
+    wrong = []
+    for step, source in enumerate(LAYOUTS):
+        outcome = save(laid_out(source), directory, step)
+        assert not outcome.error, outcome.error
+        for target in LAYOUTS:
+            found = {name: torch.zeros_like(t) for name, t in laid_out(target).items()}
+            load_tensors(CheckpointReader(directory / folder_name(step)), found)
+            for name, expected in laid_out(target).items():
+                if not torch.equal(local(found[name]), local(expected)):
+                    wrong.append([source, target, name])
+    return wrong
+
+
+def strided(directory: Path) -> list[str]:
+    """Layouts that cut one dimension twice: the error of a good one, of a bad one."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    boxes = [_StridedShard(0, split_factor=2), Shard(0)]
+    outcome = save({"square": distribute_tensor(values()["square"], mesh, boxes)}, directory, 0)
+    scattered = [Shard(0), _StridedShard(0, split_factor=2)]
+    try:
+        plan_pieces({"square": distribute_tensor(values()["square"], mesh, scattered)}, None)
+    except RunError as error:
+        return [outcome.error, error.message]
+    return [outcome.error, ""]
+
+
+def opened_by_torch(directory: Path) -> bool:
+    """PyTorch's own `load` with our reader, of what `moved` saved."""
+    found = {"square": torch.zeros(8, 12)}
+    dcp.load(found, storage_reader=CheckpointReader(directory / folder_name(1)))
+    return torch.equal(found["square"], values()["square"])
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder in which four ranks have saved, and what each rank says."""
+    folder = tmp_path_factory.mktemp("layouts")
+    results = run_ranks("test_checkpoint_layouts:child", 4, args=[str(folder)], timeout_s=120)
+    return folder, [result.value for result in results]
+
+
+Saved = tuple[Path, list[dict[str, Any]]]
+
+
+def test_every_layout_loads_every_other(saved: Saved) -> None:
+    """Four ranks, 5 layouts: plain, uneven rows, two axes, two axes on one dimension, three axes.
+    Each loads into each; afterwards one process reads the global tensors. All bits are equal, and
+    what several ranks hold is stored once."""
+    folder, said = saved
+    assert [each["moved"] for each in said] == [[]] * 4
+    for step in range(len(LAYOUTS)):
+        checkpoint = folder / folder_name(step)
+        sound_manifest(checkpoint)
+        reader = CheckpointReader(checkpoint)
+        for name, expected in values().items():
+            assert torch.equal(whole_tensor(reader, name), expected), name
+        payload = sum(tensor.nbytes for tensor in values().values())
+        stored = sum(path.stat().st_size - header(path) for path in checkpoint.glob("rank-*"))
+        assert stored == payload
+
+
+def header(path: Path) -> int:
+    """Bytes of a safetensors file before its data."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def test_strided_shards_are_stored_where_they_lie_or_refused(saved: Saved) -> None:
+    """FSDP2 over tensor parallelism cuts one dimension twice in an order of its own: stored right.
+    Shards that are not boxes cannot be described, and are an error instead of wrong weights."""
+    folder, said = saved
+    for each in said:
+        error, refusal = each["strided"]
+        assert error == ""
+        assert "cannot be saved or loaded" in refusal
+    reader = CheckpointReader(folder / "strided" / folder_name(0))
+    assert torch.equal(whole_tensor(reader, "square"), values()["square"])
+
+
+def test_values_of_any_size_are_exchanged(saved: Saved) -> None:
+    """Every rank sees what every other said, in order."""
+    for each in saved[1]:
+        assert [len(value["text"]) for value in each["exchanged"]] == [1, 10, 100, 1000]
+
+
+def test_pytorch_can_load_our_checkpoints(saved: Saved) -> None:
+    """`torch.distributed.checkpoint.load(..., storage_reader=CheckpointReader(folder))`."""
+    assert [each["opened"] for each in saved[1]] == [True] * 4

@@ -1,0 +1,145 @@
+"""Plans of `transformers` models: what they do not say about gradients is found by watching the
+model, and folders, models and plans that cannot be used are refused, each with its reason."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from interlace.errors import InputError
+from interlace.graphs.torch_private import init_fake_world
+from interlace.models.transformers_model import build
+from interlace.parallel.plans import apply_published_plan, roles_of
+from interlace.parallel.split_values import SplitValues
+
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def make(folder: Path, kind: str, **changes: object) -> nn.Module:
+    text = json.dumps({"model_type": kind, **SHAPE, **changes})
+    (folder / "config.json").write_text(text)
+    return build(str(folder), vocab_size=32, sequence_length=16)
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """Four ranks, of which only this one exists."""
+    init_fake_world(4)
+    yield
+    dist.destroy_process_group()
+
+
+def lay_out(model: nn.Module, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("dp", "tp"))["tp"]
+    apply_published_plan(model, mesh)
+
+
+def test_every_parameter_is_laid_out(tmp_path: Path, world: None) -> None:
+    """Column and row layers, head and embedding are split, all else is whole; names stay, a shared
+    weight stays shared, and a rank's part keeps no memory of the rest."""
+    model = make(tmp_path, "qwen3", tie_word_embeddings=True)
+    names = [name for name, _ in model.named_parameters()]
+    lay_out(model, 2)
+    parameters = dict(model.named_parameters())
+    assert list(parameters) == names
+    assert (
+        model.get_output_embeddings()._parameters["weight"]
+        is (model.get_input_embeddings()._parameters["weight"])
+    )
+    layouts = {name.rpartition("0.")[2]: p.placements for name, p in parameters.items()}
+    assert layouts["self_attn.q_proj.weight"] == (Shard(0),)
+    assert layouts["mlp.down_proj.weight"] == (Shard(1),)
+    assert layouts["self_attn.q_norm.weight"] == (Replicate(),)
+    assert layouts["model.embed_tokens.weight"] == (Shard(0),)
+    for parameter in parameters.values():
+        part = parameter.to_local().detach()
+        assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+
+
+def test_partial_gradients_and_shared_inputs_are_found(tmp_path: Path) -> None:
+    """The norms of the heads see one rank's heads only; query, key and value share an input."""
+    model = make(tmp_path, "qwen3")
+    found = SplitValues(model, roles_of(model))
+    found.watch(torch.zeros(1, 8, dtype=torch.int64))
+    attention = "model.layers.0.self_attn"
+    assert found.partial == {f"{attention}.{name}_norm.weight" for name in "qk"}
+    shared = found.shared_inputs()
+    assert shared["model.layers.0.input_layernorm"] == {f"{attention}.{n}_proj" for n in "qkv"}
+    assert len(shared) == 2
+
+
+def test_a_plan_that_meets_whole_values_is_refused(tmp_path: Path) -> None:
+    """Without the row layer's role split values would be added to whole ones; with a row layer
+    alone whole values would be taken for split ones."""
+    model = make(tmp_path, "llama")
+    roles = roles_of(model)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    torn = {name: role for name, role in roles.items() if not name.endswith("down_proj")}
+    with pytest.raises(InputError, match="combines values that are split"):
+        SplitValues(model, torn).watch(tokens)
+    alone = {name: role for name, role in roles.items() if name.endswith("down_proj")}
+    with pytest.raises(InputError, match="expects split ones"):
+        SplitValues(model, alone).watch(tokens)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "ranks", "why"),
+    [
+        ("llama", {}, 4, "the 2 key/value heads of '.*k_proj' cannot be divided"),
+        ("llama", {"vocab_size": 33}, 2, "the 33 rows of '.*' cannot be divided"),
+        ("gpt2", {"n_head": 4, "n_embd": 16}, 2, "GPT2LMHeadModel publishes no tensor-parallel"),
+        ("mixtral", {"num_local_experts": 2}, 2, "the style '.*', which is not supported"),
+    ],
+)
+def test_unusable_plans_are_refused(
+    tmp_path: Path, world: None, kind: str, changes: dict, ranks: int, why: str
+) -> None:
+    """The reason names the layer and the number, or the style."""
+    model = make(tmp_path, kind, **changes)
+    with pytest.raises(InputError, match=why):
+        lay_out(model, ranks)
+
+
+def test_unusable_folders_are_refused(tmp_path: Path) -> None:
+    """No config, an unknown kind, too few tokens or positions, weights in a pickle."""
+    with pytest.raises(InputError, match=r"has no config.json"):
+        build(str(tmp_path), vocab_size=32, sequence_length=16)
+    with pytest.raises(InputError, match="cannot be used"):
+        make(tmp_path, "no-such-model")
+    with pytest.raises(InputError, match="knows 31 tokens, and the tokenizer has 32"):
+        make(tmp_path, "llama", vocab_size=31)
+    with pytest.raises(InputError, match="16 is longer than the 8 positions"):
+        make(tmp_path, "llama", max_position_embeddings=8)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    with pytest.raises(InputError, match=r"pytorch_model.bin, a pickle"):
+        make(tmp_path, "llama")
+
+
+def test_weights_of_the_folder_are_taken(tmp_path: Path) -> None:
+    """Bit by bit, in float32 and in training mode, though the file may be of another type."""
+    saved = make(tmp_path, "llama").to(torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    model = build(str(tmp_path), vocab_size=32, sequence_length=16)
+    assert model.training
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, saved.get_parameter(name).float())

@@ -1,0 +1,133 @@
+"""What cannot be traced is refused with the sub-module and the line of the user's code."""
+
+import inspect
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+
+from interlace.errors import InputError
+from interlace.graphs.torch_private import init_fake_world
+from interlace.graphs.trace import trace_chunk
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    """A world of two, without the second; torch's own log of failures is not of interest."""
+    init_fake_world(2)
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+    dist.destroy_process_group()
+
+
+class Part(nn.Module):
+    """One linear layer, and something that cannot be traced on the line with the mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls = 0
+
+
+class Branches(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # here
+            return x
+        return self.linear(x)
+
+
+class Reads(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * x.max().item()  # here
+
+
+class Selects(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[x[:, 0] > 0])  # here
+
+
+class Writes(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)  # here
+        return self.linear(x)
+
+
+class Statistics(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))  # here
+
+
+class Broadcasts(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.broadcast(x, 0, dist.group.WORLD)  # here
+        return self.linear(y)
+
+
+class Prints(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        print("shape", x.shape)  # here
+        return self.linear(x)
+
+
+class Counts(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+class Outer(nn.Module):
+    """Holds the part two levels down."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([nn.Sequential(nn.Identity(), part)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return x.square().mean()
+
+
+def refusal(kind: type[Part]) -> str:
+    model = Outer(kind())
+    with pytest.raises(InputError) as caught:
+        trace_chunk(model, (torch.randn(4, 8),))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Branches, "Data-dependent branching"),
+        (Reads, "_local_scalar_dense"),
+        (Selects, "nonzero"),
+        (Writes, "forward writes to input 0"),
+        (Statistics, "forward writes to buffer 'stages.0.1.norm.running_mean'"),
+        (Broadcasts, "collective _c10d_functional.broadcast.default is not supported"),
+        (Prints, "print"),
+    ],
+)
+def test_the_line_and_the_module_are_named(kind: type[Part], why: str) -> None:
+    """File and line of the marked line, and the sub-module that runs it."""
+    text = refusal(kind)
+    assert why in text
+    lines, first = inspect.getsourcelines(kind)
+    marked = first + next(i for i, line in enumerate(lines) if "# here" in line)
+    assert f"{__file__}:{marked}, in forward" in text
+    assert f"(stages.0.1: {kind.__name__})" in text
+    assert "\nhint: " in text
+
+
+def test_state_that_a_forward_changes_is_refused() -> None:
+    """A graph would count once."""
+    text = refusal(Counts)
+    assert "forward changes Python state: stages.0.1" in text
