@@ -13,7 +13,7 @@ from interlace.config import ModelConfig, ParallelConfig
 from interlace.graphs import collectives
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
-from interlace.parallel.meshes import axis_of_group, build_mesh
+from interlace.parallel.meshes import build_meshes
 from interlace.runtime.profile import profile_strands
 from interlace.runtime.recorder import CudaClock, Recorder
 from interlace.runtime.strands import build_strands
@@ -32,7 +32,7 @@ class StrandsOnCuda(unittest.TestCase):
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29555")
         dist.init_process_group("nccl", rank=0, world_size=1)
-        cls.mesh = build_mesh(ParallelConfig(tensor=1), "cuda")
+        cls.meshes = build_meshes(ParallelConfig(tensor=1), "cuda")
 
     @classmethod
     def tearDownClass(cls) -> None:
@@ -44,18 +44,19 @@ class StrandsOnCuda(unittest.TestCase):
         model = model_file("llama").build(config, 256, SEQUENCE).cuda()
         weights = MasterWeights(NextTokenLoss(model), torch.bfloat16)
         batches = [torch.randint(0, 256, (2, 2, SEQUENCE), device="cuda").unbind() for _ in "1234"]
-        strands = build_strands(weights.module, batches[0], axis_of_group(self.mesh))
-        costs = profile_strands(strands, batches[0], "cuda", repeats=2, machine="test")
+        strands = build_strands(weights.module, batches[0], self.meshes.axis_of_group)
+        constants = {**weights.constants(), **weights.buffers()}
+        costs = profile_strands(strands, batches[0], "cuda", constants, repeats=2, machine="test")
         plan = make_plan(strands.op_graphs, costs, "exact")
         found = {}
         for name, order in {"one": strands.sequential, "two": plan}.items():
             buffers = weights.buffers()
-            losses = strands.executor(order, buffers).step(batches)
+            losses = strands.executor(order, {**constants, **buffers}).step(batches)
             found[name] = [*losses, *buffers.values()]
         for one, two in zip(found["one"], found["two"], strict=True):
             self.assertTrue(torch.equal(one, two))
         recorder = Recorder(strands.op_graphs, CudaClock())
-        strands.executor(plan, weights.buffers()).step(batches, recorder)
+        strands.executor(plan, constants).step(batches, recorder)
         timeline = recorder.timeline("two", 0)
         self.assertGreater(timeline.length_ns, 0)
         self.assertTrue(all(span.end_ns >= span.start_ns for span in timeline.spans))
