@@ -24,7 +24,7 @@ from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
 from interlace.parallel.context import local_positions
 from interlace.parallel.data import data_layout
-from interlace.parallel.meshes import Meshes, build_meshes
+from interlace.parallel.meshes import Meshes, axis_sizes, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.runtime.executor import Batch
 from interlace.runtime.strands import Strands, build_strands
@@ -76,10 +76,9 @@ def global_batches(layout: ParallelConfig) -> list[Batch]:
     return [(sample[:, :-1].contiguous(), sample[:, 1:].contiguous()) for sample in text]
 
 
-def open_rank(text: str, architecture: str, groups: dict[str, str]) -> Rank:
+def open_rank(text: str, architecture: str, meshes: Meshes, groups: dict[str, str]) -> Rank:
     """Build, lay out, trace and share a case."""
     layout = parallel(text)
-    meshes = build_meshes(layout, "cpu")
     config = run_config(layout, architecture)
     torch.manual_seed(7)
     module = build_module(config, meshes, VOCABULARY, torch.device("cpu")).double()
@@ -90,7 +89,6 @@ def open_rank(text: str, architecture: str, groups: dict[str, str]) -> Rank:
         mesh = meshes.context
         own = local_positions(SEQUENCE, mesh.size(), mesh.get_local_rank(), layout.context_method)
         mine = [(tokens[:, own], targets[:, own]) for tokens, targets in mine]
-    groups |= meshes.axis_of_group
     with loss_context(meshes.tensor):
         strands = build_strands(module, mine[0], groups, data=data, buffer_dtype=torch.float64)
     constants = {**weights.constants(), **weights.buffers()}
@@ -113,17 +111,28 @@ def run_config(layout: ParallelConfig, architecture: str) -> RunConfig:
 def table(cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """What one rank finds in each case (layout, architecture), one after the other."""
     groups: dict[str, str] = {}
+    meshes: dict[tuple[int, ...], Meshes] = {}
+    found = []
     with gloo_group():
-        return [facts_of(text, architecture, groups) for text, architecture in cases]
+        for text, architecture in cases:
+            layout = parallel(text)
+            degrees = tuple(axis_sizes(layout).values())
+            if degrees not in meshes:
+                meshes[degrees] = build_meshes(layout, "cpu")
+                groups |= meshes[degrees].axis_of_group
+            found.append(facts_of(text, architecture, meshes[degrees], groups))
+    return found
 
 
-def facts_of(text: str, architecture: str, groups: dict[str, str]) -> dict[str, Any]:
+def facts_of(
+    text: str, architecture: str, meshes: Meshes, groups: dict[str, str]
+) -> dict[str, Any]:
     """Names whose bits differ between one strand and two, and errors of whole gradients.
 
     `groups` names the axes of all process groups so far: DTensor keeps what it has worked out for
     one mesh, groups included, and takes it for every equal mesh of the process.
     """
-    rank = open_rank(text, architecture, groups)
+    rank = open_rank(text, architecture, meshes, groups)
     graphs = rank.strands.op_graphs
     plans = {"one": rank.strands.sequential, "random": random_plan(graphs)}
     seen = {}
