@@ -1,6 +1,7 @@
 """Session: one rank's model, data, weights, optimizer and engines, built from a RunConfig."""
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -247,6 +248,8 @@ def _build_engines(session: Session, twin: nn.Module | None) -> None:
             recompute=policy_of(config.train),
             repeat=config.model.source == "interlace",
         )
+    if session.strands.not_repeated and session.rank == 0:
+        print(f"all layers are traced: {session.strands.not_repeated}", file=sys.stderr)
     session.constants = {**session.weights.constants(), **session.weights.buffers()}
     if (
         data is not None
