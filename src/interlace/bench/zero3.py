@@ -38,7 +38,7 @@ class Size:
     micro_batches: int = 8
 
 
-FULL = Size(layers=3, width=1024, sequence_length=512, steps=3, ratios=(0.5, 1.0, 2.0))
+FULL = Size(layers=2, width=1024, sequence_length=128, steps=3, ratios=(0.5, 1.0, 2.0))
 QUICK = Size(layers=2, width=512, sequence_length=256, steps=2, ratios=(1.0,), micro_batches=4)
 _MODES = ("eager", "1", "list", "exact")
 
