@@ -48,6 +48,11 @@ class Size:
     sequence_length: int
     steps: int
     points: tuple[Point, ...]
+    calibration_rate: str = CALIBRATION_RATE
+    layout: tuple[tuple[str, object], ...] = (("parallel.tensor", 2),)
+    """Flags that lay two ranks out."""
+    thrifty: bool = True
+    """Whether even a small model keeps to plan.extra_memory."""
 
 
 _ALL = ("eager", "1", "paper", "list", "exact")
@@ -82,14 +87,20 @@ QUICK = Size(
 
 def run(*, quick: bool, json_path: Path | None) -> int:
     """Calibrate, run all cases, print the tables; write JSON if asked."""
-    size = QUICK if quick else FULL
+    return run_size("strands", QUICK if quick else FULL, json_path)
+
+
+def run_size(name: str, size: Size, json_path: Path | None) -> int:
+    """The bench `name` at one size."""
     cases: list[Case] = []
     links: set[str] = set()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="interlace-bench-") as folder:
         calibration = Point(ratio=0.0, micro_batches=CALIBRATION_MICRO_BATCHES, modes=("1",))
-        _, comparison = measure(size, calibration, CALIBRATION_RATE, Path(folder) / "calibration")
-        rate = CALIBRATION_RATE
+        _, comparison = measure(
+            size, calibration, size.calibration_rate, Path(folder) / "calibration"
+        )
+        rate = size.calibration_rate
         for number, point in enumerate(map(runnable, size.points)):
             rate = rate_for(point.ratio, comparison["modes"]["1"], rate)
             link, comparison = measure(size, point, rate, Path(folder) / str(number))
@@ -108,7 +119,7 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     if json_path is not None:
         where = environment(" and ".join(sorted(links)) + " link")
         rows = [row for case in cases for row in rows_of(case)] + summary_rows(cases)
-        write_json(json_path, "strands", where, rows)
+        write_json(json_path, name, where, rows)
         print(json_path)
     return 0
 
@@ -144,7 +155,7 @@ def _overrides(size: Size, point: Point, directory: Path) -> list[str]:
         "model.heads": size.width // 128,
         "model.kv_heads": size.width // 128,
         "model.ffn_width": 11 * size.width // 4,
-        "parallel.tensor": 2,
+        **dict(size.layout),
         "data.sequence_length": size.sequence_length,
         "train.micro_batch_size": 1,
         "train.micro_batches": point.micro_batches,
@@ -157,6 +168,7 @@ def _overrides(size: Size, point: Point, directory: Path) -> list[str]:
         "output.record_every": 0,
         "plan.profile_repeats": 3,
         "plan.cache": "false",
-        "plan.extra_memory_mib": 0,
     }
+    if size.thrifty:
+        values["plan.extra_memory_mib"] = 0
     return [f"--{key}={value}" for key, value in values.items()]

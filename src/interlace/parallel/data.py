@@ -8,7 +8,7 @@ in one flat tensor, which is what a collective moves.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -200,11 +200,3 @@ def _layer(name: str) -> str:
     """`model.blocks.3` of `model.blocks.3.ffn.up.weight`; the module's name outside of layers."""
     found = _LAYER.match(name)
     return found[1] if found else name.rpartition(".")[0]
-
-
-def describe(layout: DataLayout) -> Mapping[str, int]:
-    """Elements of sharded and of whole weights."""
-    found = {"sharded": 0, "whole": 0}
-    for bucket in layout.buckets:
-        found["sharded" if bucket.sharded else "whole"] += bucket.elements
-    return found
