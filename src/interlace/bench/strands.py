@@ -1,6 +1,6 @@
 """Two strands by each search against one strand and plain eager PyTorch, over several link rates.
 
-Two ranks, one core each, tensor + sequence parallel Llama in float32, of width 2048: wide enough
+Two ranks, one core each, tensor + sequence parallel Llama in float32, of width 2560: wide enough
 that gloo's own work on the core is small beside its transfers. `exact` plans within
 plan.extra_memory, 3 % above one strand; the other searches know no bound. A short run of one strand
 says how long compute and communication take, and later each point says it again; from that follow
@@ -58,8 +58,8 @@ class Size:
 _ALL = ("eager", "1", "paper", "list", "exact")
 FULL = Size(
     layers=2,
-    width=2048,
-    sequence_length=128,
+    width=2560,
+    sequence_length=112,
     steps=3,
     points=(
         Point(ratio=0.25, micro_batches=8, modes=_ALL),

@@ -4,8 +4,9 @@ Two ranks, one core each, share masters, gradients, optimizer state and weights 
 float32 (`parallel.data_shard = 2`); gradients are reduced after each micro-batch, as `fully_shard`
 does by default. Eager is `fully_shard` on the same module, one group per block, weights resharded
 after the forward. A short run of one strand says how long compute and communication take; from it
-follow the rates. At each rate all ways of running take turns step by step in one run. The first
-step of each way is not counted.
+follow the rates. What travels does not depend on the tokens, compute does: long sequences let
+communication = compute fall on a rate at which gloo's own work on the core is small. At each rate
+all ways of running take turns step by step in one run. The first step of each way is not counted.
 """
 
 from pathlib import Path
@@ -20,8 +21,8 @@ _LAYOUT = (
 )
 FULL = Size(
     layers=2,
-    width=1024,
-    sequence_length=128,
+    width=512,
+    sequence_length=1536,
     steps=3,
     points=tuple(Point(ratio=ratio, micro_batches=8, modes=_MODES) for ratio in (0.5, 1.0, 2.0)),
     calibration_rate="1gbit",

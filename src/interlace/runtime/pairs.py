@@ -5,6 +5,7 @@ repeated follows from times that ranks have averaged. Alone and together alterna
 machine that gets slower changes all of them alike.
 """
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import ceil
 from statistics import median
@@ -19,6 +20,8 @@ from interlace.runtime.operands import CollectiveCall, ComputeCall
 from interlace.runtime.recorder import clock_for
 from interlace.runtime.stopwatch import back_to_back_ns, side_by_side_ns, timed_round
 
+PAUSE_S = 0.05
+"""So long a link rests before a burst."""
 COVER = 1.5
 """Compute of a pair lasts so many times longer than its transfer alone, which it then covers even
 if compute slows it down."""
@@ -62,6 +65,19 @@ def time_transfer(device_type: str, collective: CollectiveCall, *, budget_ns: fl
     count = max(1, min(most, int(budget_ns / FEWEST_ROUNDS / estimate_ns)))
     samples = [time_ns for _ in range(FEWEST_ROUNDS) for time_ns in times(count)]
     return agree({"ns": median(samples)}, smallest={"ns"})["ns"]
+
+
+@torch.no_grad()
+def burst_ns(device_type: str, collective: CollectiveCall) -> int:
+    """By how much a transfer right behind another takes longer than one after a pause: what the
+    bucket of a shaped link, or a buffer on the way, takes at once."""
+    samples = []
+    for _ in range(FEWEST_ROUNDS):
+        time.sleep(PAUSE_S)
+        first, *later = back_to_back_ns(clock_for(device_type), collective.starts(4))
+        samples.append({"first": first, "later": median(later)})
+    times = _quiet(samples, fastest=("first", "later"))
+    return max(0, times["later"] - times["first"])
 
 
 @torch.no_grad()

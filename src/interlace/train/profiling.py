@@ -23,7 +23,7 @@ from interlace.ir.timeline import Timeline
 from interlace.report.costs import cost_summary
 from interlace.runtime.agreement import check_agreement
 from interlace.runtime.measurements import Measurement, measurements
-from interlace.runtime.profile import Profiler, open_profiler
+from interlace.runtime.profile import Profiler, on_busy_links, open_profiler
 from interlace.runtime.signals import StopFlag, agreed
 from interlace.train.session import Session, link_label, open_session
 from interlace.train.worker import run_rank
@@ -128,13 +128,14 @@ def _alone(profiler: Profiler, stop: StopFlag) -> CostTable:
     run_once()
     pass_ns = agree({"pass": time.perf_counter_ns() - begin})["pass"]
     repeats = int(PASSES_BUDGET_NS / max(pass_ns, 1))
-    return measure(
+    table = measure(
         run_once,
         profiler.graphs,
         repeats=min(MOST_PASSES, max(FEWEST_PASSES, repeats)),
         machine="",
         graph_digest="",
     )
+    return on_busy_links(profiler, table)
 
 
 def _starting_point(files: _Files, empty: CostTable) -> tuple[CostTable, bool]:
