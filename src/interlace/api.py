@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
-from interlace.config import PlanConfig, RunConfig
+from interlace.config import ParallelConfig, PlanConfig, RunConfig
 from interlace.cost.profile import cached, machine_id
 from interlace.errors import InputError
 from interlace.graphs.dropout import seeds_for, takes_seeds
@@ -22,6 +24,8 @@ from interlace.ir.costs import CostTable
 from interlace.ir.phases import FORWARD
 from interlace.ir.plan import Plan, read
 from interlace.ir.timeline import Timeline
+from interlace.parallel.data import Axis, DataLayout, replicated_layout
+from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS
 from interlace.runtime.agreement import check_agreement, environment_fields
 from interlace.runtime.gradients import ParameterGradients
 from interlace.runtime.profile import profile_strands
@@ -48,13 +52,14 @@ def compile_step(
 
     `loss_fn(module, *batch)` calls the module and returns a scalar; `example_inputs` is one batch,
     and all later ones have its shapes, dtypes and device. The module is on its device and laid out
-    over ranks; `mesh` names the axes of its collectives. `strands=1` runs the same graphs one
-    micro-batch after the other. `config` says how the order is found. Masks of dropout follow from
-    torch's seed at this call, and the step and micro-batch.
+    over ranks; `mesh` names the axes of its collectives. Gradients are averaged over an axis
+    `dp_replicate`, whose ranks hold equal weights and see different data. `strands=1` runs the
+    same graphs one micro-batch after the other. `config` says how the order is found. Masks of
+    dropout follow from torch's seed at this call, and the step and micro-batch.
 
     Collective on the default process group, whose ranks must all run the same program; one process
     needs none. Hold `loss_parallel()` around the call if the loss needs it. Raises InputError for
-    what cannot be traced, with the sub-module and the line.
+    what cannot be traced, with the sub-module and the line, and for a mesh axis `dp_shard`.
     """
     config = config or PlanConfig()
     if strands not in (1, 2):
@@ -64,18 +69,24 @@ def compile_step(
     dtype = torch.float32
     if any(p.dtype == torch.float64 for p in module.parameters()):
         dtype = torch.float64
-    traced = build_strands(chunk, example_inputs, axis_of_group(mesh), buffer_dtype=dtype)
+    _check_wrappers(module)
+    data = _replicas(chunk, mesh, dtype)
+    traced = build_strands(
+        chunk, example_inputs, axis_of_group(mesh), data=data, buffer_dtype=dtype
+    )
     _check_loss(traced)
     check_agreement({**environment_fields(), "graph": traced.digest})
-    gradients = ParameterGradients(chunk, traced.parameters, traced.placements, dtype)
+    gradients = ParameterGradients(
+        chunk, traced.parameters, traced.placements, dtype, replicas=data is not None
+    )
     plan, costs = traced.sequential, None
     if strands == 2 and config.file:
         plan = read(Path(config.file))
     elif strands == 2:
         costs = _measured_costs(traced, example_inputs, gradients, config)
-        limits = memory_limits(RunConfig(plan=config), chunk, None)
+        limits = memory_limits(RunConfig(plan=config), chunk, data)
         plan = make_plan(traced.op_graphs, costs, config.search, limits=limits)
-    step = Step(traced, plan, costs, gradients, example_inputs)
+    step = Step(traced, plan, costs, gradients, example_inputs, _replica(mesh))
     check_agreement({"plan": plan.digest})
     return step
 
@@ -97,6 +108,7 @@ class Step:
         costs: CostTable | None,
         gradients: ParameterGradients,
         example: Batch,
+        replica: int = 0,
     ) -> None:
         self.plan = plan
         self.costs = costs
@@ -106,10 +118,12 @@ class Step:
         self._example = example
         self._executor = strands.executor(plan, gradients.constants)
         self._number = 0
+        self._replica = replica
         self._seed = torch.initial_seed()
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """The mean loss. Its gradient is added to `param.grad`, or put there if that is None.
+        """The mean loss of these micro-batches. The gradient (over an axis `dp_replicate` its
+        mean) is added to `param.grad`, or put there if that is None.
 
         `param.grad` may be a buffer of this step: after `zero_grad()` the next step writes to
         the same memory, so clone what is needed longer.
@@ -137,7 +151,10 @@ class Step:
 
     def _seeds(self, micro_batch: int) -> Tensor:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return seeds_for(self._seed, step=self._number, micro_batch=micro_batch, tensor_rank=rank)
+        return seeds_for(
+            self._seed, step=self._number, micro_batch=micro_batch,
+            data_rank=self._replica, tensor_rank=rank,
+        )  # fmt: skip
 
 
 class ModuleWithLoss(nn.Module):
@@ -165,6 +182,41 @@ def axis_of_group(mesh: DeviceMesh | None) -> dict[str, str]:
     return {mesh.get_group(index).group_name: name for index, name in enumerate(names)}
 
 
+def _replicas(module: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype) -> DataLayout | None:
+    """How gradients are summed over ranks that hold the same weights; None if there are none, or
+    if parameters lie on that axis themselves and so say how their gradients add up."""
+    names = (mesh.mesh_dim_names if mesh is not None else None) or ()
+    on_axis = {
+        name
+        for parameter in module.parameters()
+        if isinstance(parameter, DTensor)
+        for name in parameter.device_mesh.mesh_dim_names or ()
+    }
+    sizes = {
+        name: mesh.size(index)
+        for index, name in enumerate(names)
+        if mesh is not None and name not in on_axis
+    }
+    if sizes.get(SHARD_AXIS, 1) > 1:
+        raise InputError(
+            f"mesh has the axis {SHARD_AXIS} of {sizes[SHARD_AXIS]} ranks, and compile_step shards "
+            "no weights",
+            hint=f"name the axis {REPLICATE_AXIS} to average gradients over it; interlace train "
+            "shards weights (parallel.data_shard)",
+        )
+    if mesh is None or sizes.get(REPLICATE_AXIS, 1) == 1:
+        return None
+    axis = Axis(str(mesh.get_group(REPLICATE_AXIS).group_name), sizes[REPLICATE_AXIS])
+    return replicated_layout(module, axis, dtype, bucket_mib=ParallelConfig().bucket_mib)
+
+
+def _replica(mesh: DeviceMesh | None) -> int:
+    """Which of the ranks that see other data this one is."""
+    if mesh is None or REPLICATE_AXIS not in (mesh.mesh_dim_names or ()):
+        return 0
+    return mesh.get_local_rank(REPLICATE_AXIS)
+
+
 def _measured_costs(
     strands: Strands, example: Batch, gradients: ParameterGradients, config: PlanConfig
 ) -> CostTable:
@@ -180,6 +232,18 @@ def _measured_costs(
 
     directory = cache_directory("costs") if config.cache else None
     return cached(directory, machine, strands.digest, measure)
+
+
+def _check_wrappers(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if isinstance(each, (FSDPModule, DistributedDataParallel)):
+            by = "fully_shard" if isinstance(each, FSDPModule) else "DistributedDataParallel"
+            raise InputError(
+                f"{name or 'the module'} is under {by}, which exchanges gradients by hooks of "
+                "autograd, and a traced step has no autograd",
+                hint=f"leave {by} out: a mesh axis {REPLICATE_AXIS} averages gradients, and "
+                "interlace train shards weights (parallel.data_shard)",
+            )
 
 
 def _check_loss(strands: Strands) -> None:

@@ -57,15 +57,15 @@ def test_train_starts_as_many_ranks_as_the_layout_needs(calls, monkeypatch):
     seen = {}
 
     def launch(command, **options):
-        seen.update(command=command, config=load_run_config(command[5]), options=options)
+        seen.update(command=command, config=load_run_config(command[6]), options=options)
 
     monkeypatch.setattr(sys.modules["interlace.runtime.launch"], "launch", launch)
     assert main(["train", "demo", "--train.threads", "3", "--strands=eager", "-v"]) == 0
-    assert seen["command"][:5] == [sys.executable, "-u", "-m", "interlace", "train"]
-    assert seen["command"][6:] == ["-v"]
+    assert seen["command"][:6] == [sys.executable, "-P", "-u", "-m", "interlace", "train"]
+    assert seen["command"][7:] == ["-v"]
     assert seen["options"] == {"ranks": 2, "cores_per_rank": 3, "verbose": True}
     assert seen["config"] == load_run_config("demo", {"train.threads": "3", "strands": "eager"})
-    assert not Path(seen["command"][5]).exists()
+    assert not Path(seen["command"][6]).exists()
 
 
 def test_flags_of_every_kind_reach_the_configuration(calls):
@@ -170,8 +170,8 @@ def test_profile_starts_ranks_that_profile(calls, tmp_path, monkeypatch):
     assert main(["profile", "demo", "-o", "deep/c.json", "--again", "--train.threads", "2"]) == 0
     [(name, (command,), options)] = calls.made
     assert name == "launch"
-    assert command[:5] == [sys.executable, "-u", "-m", "interlace", "profile"]
-    assert command[6:] == ["--output", str(tmp_path / "deep" / "c.json"), "--again"]
+    assert command[:6] == [sys.executable, "-P", "-u", "-m", "interlace", "profile"]
+    assert command[7:] == ["--output", str(tmp_path / "deep" / "c.json"), "--again"]
     assert options == {"ranks": 2, "cores_per_rank": 2, "verbose": False}
 
 

@@ -28,6 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nursery
+
+Process = subprocess.Popen[bytes] | nursery.Forked
 _POLL_S = 0.02
 _GRACE_S = 3.0  # between a child's own time limit (it prints stacks) and the parent's kill
 
@@ -48,9 +51,7 @@ class RankResult:
 class Ranks:
     """The running processes of one world; made by `start_ranks`."""
 
-    def __init__(
-        self, processes: list[subprocess.Popen[bytes]], folder: Path, deadline: float
-    ) -> None:
+    def __init__(self, processes: list[Process], folder: Path, deadline: float) -> None:
         self._processes = processes
         self._folder = folder
         self._deadline = deadline
@@ -142,24 +143,27 @@ def start_ranks(
         folder = Path(name)
         (folder / "args").write_text(json.dumps(list(args)))  # may be longer than a command line
         shared = child_environment(world_size) | dict(env or {})
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[Process] = []
         ranks = Ranks(processes, folder, time.monotonic() + timeout_s)
         try:
             for rank in range(world_size):
-                command = [sys.executable, "-c", "import processes; processes.child_main()"]
-                command += [target, name]
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "RANK_LIMIT_S": str(timeout_s)}
-                with (
-                    open(folder / f"{rank}.stdout", "wb") as out,
-                    open(folder / f"{rank}.stderr", "wb") as err,
-                ):
-                    process = subprocess.Popen(
-                        command, env=shared | own, stdout=out, stderr=err, start_new_session=True
-                    )
-                processes.append(process)
+                processes.append(_start(target, folder, rank, shared | own))
             yield ranks
         finally:
             ranks.kill()
+
+
+def _start(target: str, folder: Path, rank: int, env: Mapping[str, str]) -> Process:
+    if sys.platform == "linux":
+        return nursery.SERVERS[rank % 2].fork(target, folder, env, str(rank))
+    code = "import sys, processes; processes.child_main(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, target, str(folder)]
+    with (
+        open(folder / f"{rank}.stdout", "wb") as out,
+        open(folder / f"{rank}.stderr", "wb") as err,
+    ):
+        return subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
 
 
 def run_ranks(
@@ -208,9 +212,9 @@ def free_port() -> int:
     raise RuntimeError("no free port between 12000 and 30000")
 
 
-def child_main() -> None:
+def child_main(target: str, name: str) -> None:
     """The main function of a child: calls the target, writes what it returns."""
-    target, folder = sys.argv[1], Path(sys.argv[2])
+    folder = Path(name)
     warnings.simplefilter(
         "error"
     )  # and as in pyproject.toml, deprecated names that torch itself uses

@@ -8,12 +8,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from processes import gloo_group, run_ranks
-from torch import Tensor
+from test_data_parallel import open_rank, parallel, whole
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from interlace.config import OptimizerConfig
 from interlace.errors import RunError
+from interlace.parallel.meshes import build_meshes
 from interlace.train.checkpoint_exchange import gather_json
 from interlace.train.checkpoint_export import sound_manifest
 from interlace.train.checkpoint_files import folder_name
@@ -25,6 +29,8 @@ from interlace.train.checkpoint_storage import (
     whole_tensor,
 )
 from interlace.train.checkpoint_writer import Outcome, write_checkpoint
+from interlace.train.engines import StrandEngine
+from interlace.train.optimizer import build_optimizer
 
 pytestmark = pytest.mark.gloo
 
@@ -82,6 +88,7 @@ def child(directory: str) -> dict[str, Any]:
             "moved": moved(Path(directory)),
             "strided": strided(Path(directory) / "strided"),
             "opened": opened_by_torch(Path(directory)),
+            "plain": plain_dcp(Path(directory) / "plain"),
             "exchanged": gather_json({"text": "\u00e9" * (10 ** int(os.environ["RANK"]))}, None),
         }
 
@@ -112,6 +119,66 @@ def strided(directory: Path) -> list[str]:
     except RunError as error:
         return [outcome.error, error.message]
     return [outcome.error, ""]
+
+
+def trained(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Masters of a small Llama, as a module, after a step of training on that layout."""
+    meshes = build_meshes(parallel(layout), "cpu")
+    rank = open_rank(layout, "llama", meshes, meshes.axis_of_group)
+    StrandEngine(rank.weights, rank.strands, rank.strands.sequential, rank.constants).step(
+        rank.batches
+    )
+    optimizer = build_optimizer(rank.weights.parameters, OptimizerConfig())
+    optimizer.step()
+    root = nn.Module()
+    for name, master in rank.weights.masters.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, master)
+    return root, optimizer
+
+
+def plain_dcp(folder: Path) -> dict[str, bool]:
+    """PyTorch's own save and load of masters and optimizer, from one layout to another."""
+    model, optimizer = trained("zero3x2 tp2")
+    state = state_of(model, optimizer)
+    dcp.save(state, checkpoint_id=folder)
+    saved = {name: whole(each) for name, each in flat(state).items()}
+    other, fresh = trained("rep2 zero1x2")
+    for tensor in flat(state_of(other, fresh)).values():
+        local(tensor).zero_()
+    again = state_of(other, fresh)
+    dcp.load(again, checkpoint_id=folder)
+    set_state_dict(
+        other, fresh, model_state_dict=again["model"], optim_state_dict=again["optimizer"]
+    )
+    loaded = flat(state_of(other, fresh))
+    return {
+        "same names": loaded.keys() == saved.keys(),
+        "laid out": all(isinstance(p, DTensor) for p in other.parameters()),
+        "there is a state": sum(name.endswith("exp_avg") for name in saved) > 8,
+        "same bits": all(torch.equal(whole(loaded[name]), each) for name, each in saved.items()),
+    }
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Both states as PyTorch gives them."""
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def flat(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """All tensors in nested tables."""
+    found: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            found[f"{prefix}{key}"] = value
+        elif isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+    return found
 
 
 def opened_by_torch(directory: Path) -> bool:
@@ -175,6 +242,14 @@ def test_values_of_any_size_are_exchanged(saved: Saved) -> None:
     """Every rank sees what every other said, in order."""
     for each in saved[1]:
         assert [len(value["text"]) for value in each["exchanged"]] == [1, 10, 100, 1000]
+
+
+def test_pytorch_saves_and_loads_masters_as_they_are(saved: Saved) -> None:
+    """`get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict`, of weights and AdamW, from
+    ZeRO-3 with tensor parallelism onto replicas of ZeRO-1: the same bits, nothing of ours."""
+    for each in saved[1]:
+        assert len(each["plain"]) == 4
+        assert all(each["plain"].values()), each["plain"]
 
 
 def test_pytorch_can_load_our_checkpoints(saved: Saved) -> None:

@@ -277,6 +277,54 @@ def test_requests_that_cannot_be_are_refused(runs: Runs) -> None:
     assert len(runs.losses("one")) == STEPS
 
 
+def test_a_run_that_was_cut_off_before_its_first_checkpoint_begins_again(
+    runs: Runs, tmp_path: Path
+) -> None:
+    """`resume = "latest"` is for a command that is given again and again: what a killed run left
+    is replaced. A run that ended, or that saved something, is not."""
+    text = (runs.folder / "one" / "run.toml").read_text()
+    (tmp_path / "run.toml").write_text(text.replace('resume = ""', 'resume = "latest"'))
+    lines = (runs.folder / "one" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    begun = [line for line in lines if '"saved"' not in line and '"end"' not in line]
+    assert 0 < len(begun) < len(lines) - 1
+    config = runs.config("one", checkpoint__resume="latest", output__directory=tmp_path)
+    for left, replaced in ((begun, True), (begun + lines[-1:], False), (lines[:-1], False)):
+        (tmp_path / "metrics.jsonl").write_text("".join(left))
+        if replaced:
+            claim_directory(config)
+            continue
+        with pytest.raises(InputError, match="holds an earlier run"):
+            claim_directory(config)
+
+
+def test_models_of_others_go_on_and_are_exported(runs: Runs) -> None:
+    """Shape and weights from a folder of `transformers`, as our model and as its own: the shape is
+    no difference to the checkpoint's, both go on, and exports of both are the trained weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    shape = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(shape).save_pretrained(runs.folder / "given")
+    found = {}
+    for source in ("interlace", "hugging_face"):
+        given = {"model__config": runs.folder / "given", "model__source": source}
+        given |= {"checkpoint__resume": "latest", "train__micro_batches": 2}
+        for steps in (2, 4):
+            (result,) = runs.train(source, train__steps=steps, **given)
+            assert result.value["error"] == ""
+        assert [event["step"] for event in runs.actions(source, "resumed")] == [2]
+        folder, manifest, _ = find_checkpoint(runs.folder / source)
+        assert manifest.step == 4
+        export_checkpoint(folder, manifest, runs.folder / f"{source}-out", torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(runs.folder / f"{source}-out")
+        found[source] = model.state_dict()
+    assert found["interlace"].keys() == found["hugging_face"].keys()
+    for name, each in found["interlace"].items():
+        torch.testing.assert_close(each, found["hugging_face"][name], rtol=1e-4, atol=1e-5)
+
+
 def test_export_takes_the_newest_sound_weights(runs: Runs, tmp_path: Path) -> None:
     """The folder of a run whose newest checkpoint is damaged: the one before is taken, the damage
     is told; without a checkpoint it is an error."""
@@ -306,6 +354,11 @@ def test_folders_of_pytorch_need_trust(runs: Runs, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is of torch\.distributed\.checkpoint"):
         check_request(runs.config("new", checkpoint__resume=tmp_path / "dcp"))
     config = runs.config("one")
+    with pytest.raises(InputError, match=r"has no \.metadata"):
+        export_trusted_dcp(runs.checkpoint("one"), config.model, 32, tmp_path / "a", torch.float32)
+    theirs = ModelConfig(source="hugging_face", config="anywhere")
+    with pytest.raises(InputError, match=r"under the names of interlace\.models"):
+        export_trusted_dcp(tmp_path / "dcp", theirs, 32, tmp_path / "a", torch.float32)
     export_trusted_dcp(
         tmp_path / "dcp", config.model, config.data.sequence_length, tmp_path / "a", torch.float32
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import gloo_group, run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import interlace
@@ -19,6 +19,7 @@ from interlace.config import PlanConfig
 from interlace.errors import InputError, RunError
 from interlace.runtime.executor import local
 
+_functional = torch.ops._c10d_functional
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 QUICK = PlanConfig(cache=False, profile_repeats=1)
@@ -69,6 +70,34 @@ def near(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and max(errors) <= GRADIENT_BOUND * largest
 
 
+class Summed(nn.Module):
+    """Sums a view of a value that is read again later."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.linear(x.unsqueeze(1))
+        view = own.detach().squeeze((1,))
+        total = _functional.wait_tensor(_functional.all_reduce(view, "sum", self.group))
+        return (own.squeeze(1) * total).mean()
+
+
+def views_are_not_written_to(mesh: DeviceMesh) -> bool:
+    """Whether the sum over two ranks left alone what it looked at."""
+    torch.manual_seed(3)
+    model = Summed(mesh.get_group().group_name)
+    batches = [(torch.randn(4, 3),) for _ in range(2)]
+    with torch.no_grad():
+        own = [model.linear(x) for (x,) in batches]
+        wanted = [(each * (2 * each)).mean() for each in own]  # ranks have equal weights and data
+    step = interlace.compile_step(model, lambda m, x: m(x), batches[0], mesh=mesh, config=QUICK)
+    step(batches)
+    return all(torch.allclose(a, b) for a, b in zip(step.losses, wanted, strict=True))
+
+
 def two_ranks() -> dict[str, bool]:
     """What a rank finds to hold."""
     with gloo_group():
@@ -111,6 +140,7 @@ def two_ranks() -> dict[str, bool]:
         timeline = two.record(images())
         held["a recorded step gives the same bits"] = same(first, gradients_of(model))
         held["collectives have the name of their axis"] = timeline.lanes == ("compute", "tp")
+        held["views keep their values"] = views_are_not_written_to(mesh)
         held["losses are kept"] = len(two.losses) == len(images())
         return held
 
@@ -119,7 +149,49 @@ def test_two_ranks() -> None:
     """Gradients of two strands on two ranks: those of plain autograd, bitwise those of one strand,
     in the parameters' layout, added to what was there."""
     for result in run_ranks("test_compile_step:two_ranks", 2, timeout_s=100):
-        assert len(result.value) == 9
+        assert len(result.value) == 10
+        assert all(result.value.values()), result.value
+
+
+def replicas() -> dict[str, bool]:
+    """Four ranks, dp_replicate 2 x tp 2: each replica sees every other micro-batch."""
+    with gloo_group():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+        model, wanted = mixer(), eager_gradients()
+        example().split(model, mesh["tp"])
+        mine = images()[mesh.get_local_rank("dp_replicate") :: 2]
+        assert len(mine) * 2 == len(images())
+        seen, held = {}, {}
+        for strands in (2, 1):
+            step = interlace.compile_step(
+                model, example().loss_fn, mine[0], mesh=mesh, strands=strands, config=QUICK
+            )
+            step(mine)
+            seen[strands] = gradients_of(model)
+            held[f"{strands}: the mean over replicas"] = near(
+                wanted, {name: whole(p.grad) for name, p in model.named_parameters()}
+            )
+            step(mine)
+            doubled = {name: 2 * gradient for name, gradient in seen[strands].items()}
+            held[f"{strands}: a second step adds"] = near(doubled, gradients_of(model))
+            model.zero_grad()
+        held["one strand gives the same bits"] = same(seen[1], seen[2])
+        held["the sum is planned"] = "dp_replicate" in step.record(mine).lanes
+        sharded = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        with pytest.raises(InputError, match="the axis dp_shard of 2 ranks"):
+            interlace.compile_step(model, example().loss_fn, mine[0], mesh=sharded)
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+        with pytest.raises(InputError, match="is under DistributedDataParallel"):
+            interlace.compile_step(wrapped, linear_loss, batch(), mesh=mesh)
+        return held
+
+
+def test_gradients_are_averaged_over_replicas() -> None:
+    """An axis `dp_replicate` beside tensor parallelism: gradients are those of plain autograd over
+    the micro-batches of all replicas, with two strands and with one, and are added to what was
+    there. Weights that are to be sharded, and wrappers that work by hooks, are refused."""
+    for result in run_ranks("test_compile_step:replicas", 4, timeout_s=150):
+        assert len(result.value) == 6
         assert all(result.value.values()), result.value
 
 

@@ -6,22 +6,27 @@ micro-batches of all data-parallel ranks.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import gloo_group, run_ranks
 from strand_world import bits
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from interlace.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, world_of
+from interlace.errors import InputError
+from interlace.graphs.torch_private import init_fake_world
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.phases import PHASES, phase_graphs
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
+from interlace.models.transformers_model import TransformersLoss, build
 from interlace.parallel.context import local_positions
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import Meshes, axis_sizes, build_meshes
@@ -33,6 +38,7 @@ from interlace.train.engines import EagerEngine, StrandEngine
 from interlace.train.weights import MasterWeights
 from orders import random_order
 
+FAMILIES = ("llama", "gpt")
 VOCABULARY, SEQUENCE, MICRO_BATCHES, SAMPLES = 64, 16, 3, 2
 MODEL = ModelConfig(layers=1, width=32, heads=4, kv_heads=2, ffn_width=48)
 BOUND = 1e-10
@@ -68,10 +74,10 @@ class Rank:
     batches: list[Batch]
 
 
-def global_batches(layout: ParallelConfig) -> list[Batch]:
+def global_batches(data_ranks: int) -> list[Batch]:
     """The micro-batches of a step of all data ranks: [micro-batches x data ranks]."""
     draw = torch.Generator().manual_seed(3)
-    count = MICRO_BATCHES * layout.data_replicate * layout.data_shard
+    count = MICRO_BATCHES * data_ranks
     text = torch.randint(0, VOCABULARY, (count, SAMPLES, SEQUENCE + 1), generator=draw)
     return [(sample[:, :-1].contiguous(), sample[:, 1:].contiguous()) for sample in text]
 
@@ -84,7 +90,7 @@ def open_rank(text: str, architecture: str, meshes: Meshes, groups: dict[str, st
     module = build_module(config, meshes, VOCABULARY, torch.device("cpu")).double()
     data = data_layout(module, layout, meshes, torch.float64)
     weights = MasterWeights(module, torch.float32, data=data, meshes=meshes)
-    mine = global_batches(layout)[meshes.data_rank :: meshes.data_ranks]
+    mine = global_batches(meshes.data_ranks)[meshes.data_rank :: meshes.data_ranks]
     if layout.context > 1:
         mesh = meshes.context
         own = local_positions(SEQUENCE, mesh.size(), mesh.get_local_rank(), layout.context_method)
@@ -96,10 +102,13 @@ def open_rank(text: str, architecture: str, meshes: Meshes, groups: dict[str, st
 
 
 def run_config(layout: ParallelConfig, architecture: str) -> RunConfig:
-    """What `build_module` reads."""
-    model = replace(MODEL, architecture=architecture)
-    if architecture == "gpt":
-        model = replace(model, kv_heads=model.heads)
+    """What `build_module` reads. An architecture that is not ours is a folder of `transformers`."""
+    if architecture not in FAMILIES:
+        model = ModelConfig(source="hugging_face", config=architecture)
+    elif architecture == "gpt":
+        model = replace(MODEL, architecture="gpt", kv_heads=MODEL.heads)
+    else:
+        model = MODEL
     return RunConfig(
         model=model,
         parallel=layout,
@@ -141,7 +150,7 @@ def facts_of(
         losses = engine.step(rank.batches)
         seen[name] = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(losses)}
         seen[name] |= {n: bits(grad_of(p)) for n, p in rank.weights.masters.items()}
-    expected = reference(text, architecture)
+    expected = reference(rank.meshes.data_ranks, architecture)
     strands = worst_error(rank.weights, expected)
     EagerEngine(rank.weights, rank.meshes).step(rank.batches)
     return {
@@ -182,15 +191,20 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def reference(text: str, architecture: str) -> dict[str, Tensor]:
+@cache
+def reference(data_ranks: int, architecture: str) -> dict[str, Tensor]:
     """Gradients of one process with plain autograd over all micro-batches."""
-    layout = parallel(text)
     torch.manual_seed(7)
-    model = model_file(architecture).build(
-        run_config(layout, architecture).model, VOCABULARY, SEQUENCE
-    )
-    module = NextTokenLoss(model).double()
-    torch.stack([module(*batch) for batch in global_batches(layout)]).mean().backward()
+    if architecture in FAMILIES:
+        config = run_config(ParallelConfig(), architecture).model
+        module: nn.Module = NextTokenLoss(
+            model_file(architecture).build(config, VOCABULARY, SEQUENCE)
+        )
+    else:
+        model = build(architecture, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+        module = TransformersLoss(model)
+    module.double()
+    torch.stack([module(*batch) for batch in global_batches(data_ranks)]).mean().backward()
     return {name: grad_of(p) for name, p in module.named_parameters()}
 
 
@@ -200,7 +214,6 @@ AXES: dict[str, tuple[str, ...]] = {
     "context": ("ulysses2", "ring2"),
     "tensor": ("tp2",),
 }
-FAMILIES = ("llama", "gpt")
 
 
 def mixes(axes: int) -> list[str]:
@@ -231,6 +244,31 @@ def test_every_layout_agrees_with_one_process(ranks: int, layouts: list[str]) ->
         assert facts["different"] == [], facts
         assert facts["strands"][1] < BOUND, facts
         assert facts["eager"][1] < BOUND, facts
+
+
+class Unused(nn.Module):
+    """One of two weights of a layer does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0][0](x).square().mean()
+
+
+@pytest.mark.parametrize("word", ["zero3x2", "zero1x2", "zero3x2 each"])
+def test_weights_without_a_gradient_are_not_sharded(word: str) -> None:
+    """Their part of a bucket would be filled with others' gradients: refused by name."""
+    init_fake_world(2)
+    try:
+        layout, module = parallel(word), Unused()
+        meshes = build_meshes(layout, "cpu")
+        data = data_layout(module, layout, meshes, torch.float32)
+        with pytest.raises(InputError, match=r"does not depend on 'layers\.0\.1\.weight'"):
+            build_strands(module, (torch.randn(2, 4),), meshes.axis_of_group, data=data)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_lanes_are_named_after_the_axes_that_exchange() -> None:

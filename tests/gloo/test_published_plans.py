@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from interlace.errors import InputError
 from interlace.graphs.torch_private import init_fake_world
-from interlace.models.transformers_model import build
+from interlace.models.transformers_model import build, flops_per_token, published_sizes
 from interlace.parallel.plans import apply_published_plan, roles_of
 from interlace.parallel.split_values import SplitValues
 
@@ -84,6 +85,50 @@ def test_partial_gradients_and_shared_inputs_are_found(tmp_path: Path) -> None:
     shared = found.shared_inputs()
     assert shared["model.layers.0.input_layernorm"] == {f"{attention}.{n}_proj" for n in "qkv"}
     assert len(shared) == 2
+
+
+SHARED = {
+    "qwen3": ("zero1x2 tp2", "zero3x2 tp2", "zero3x2 tp2 each", "rep2 zero3x2"),
+    "gpt2": ("zero1x4", "zero3x4"),
+}
+FLOAT32_BOUND = 1e-5
+"""Of gradients that are float64, but for norms that their own code takes in float32."""
+
+
+def test_data_parallel_ranks_share_models_of_others(tmp_path: Path) -> None:
+    """Unmodified models with a tied head, their weights sharded (ZeRO-1 and ZeRO-3) with and
+    without tensor parallelism: two strands have the bits of one, and gradients are those of their
+    own code on one process over all micro-batches."""
+    changes = {
+        "qwen3": {"tie_word_embeddings": True, "initializer_range": 0.2},
+        "gpt2": {"n_head": 4, "n_embd": 16, "n_layer": 1, "n_positions": 64, "n_inner": 32}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    }
+    cases = []
+    for kind, layouts in SHARED.items():
+        (tmp_path / kind).mkdir()
+        make(tmp_path / kind, kind, vocab_size=64, **changes[kind])
+        cases += [(layout, str(tmp_path / kind)) for layout in layouts]
+    results = run_ranks("test_data_parallel:table", 4, args=[cases], timeout_s=300)
+    assert [len(result.value) for result in results] == [len(cases)] * 4
+    for facts in (facts for result in results for facts in result.value):
+        assert facts["different"] == [], facts
+        assert facts["strands"][1] < FLOAT32_BOUND, facts
+        assert facts["eager"][1] < FLOAT32_BOUND, facts
+
+
+def test_work_is_counted_from_the_model_itself(tmp_path: Path) -> None:
+    """6 FLOP per weight of a matmul and token, a tied head being one, and attention's scores; of
+    experts it cannot be told."""
+    model = make(tmp_path, "qwen3", tie_word_embeddings=True)
+    layers, width, inner, size = 1, 16, 32, 4
+    projections = width * size * (4 + 2 + 2 + 4) + 3 * width * inner
+    wanted = 6 * (layers * projections + 32 * width) + 12 * layers * 4 * size * 64
+    assert flops_per_token(model, 64) == wanted
+    untied = make(tmp_path, "qwen3", tie_word_embeddings=False)
+    assert flops_per_token(untied, 64) == wanted
+    assert flops_per_token(make(tmp_path, "mixtral", num_local_experts=2), 64) is None
+    assert published_sizes(str(tmp_path)) == ("mixtral", 1, 16)
 
 
 def test_a_plan_that_meets_whole_values_is_refused(tmp_path: Path) -> None:

@@ -201,6 +201,13 @@ def test_model_flops_of_published_models(
     assert model_flops_per_token(model, vocab_size, 2048) == expected
 
 
+def test_model_flops_of_a_gpt() -> None:
+    """Its feed-forward has two matrices, Llama's three."""
+    gpt = ModelConfig(architecture="gpt", layers=2, width=8, heads=2, kv_heads=2, ffn_width=32)
+    matmul_parameters = 2 * (4 * 8 * 8 + 2 * 8 * 32) + 8 * 100
+    assert model_flops_per_token(gpt, 100, 16) == 6 * matmul_parameters + 12 * 2 * 8 * 16
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "peak"),
     [

@@ -40,20 +40,28 @@ def export(
     """
     import torch  # noqa: PLC0415  takes seconds
 
+    from interlace.train.build import published_shape  # noqa: PLC0415
     from interlace.train.checkpoint_export import (  # noqa: PLC0415  imports torch
         export_checkpoint,
         export_trusted_dcp,
         find_checkpoint,
     )
 
+    if model and not trust_dcp:
+        raise InputError(
+            f"--model {model} is read with --trust-dcp only: a checkpoint of interlace describes "
+            "its model itself",
+            hint="leave out --model",
+        )
     if trust_dcp:
         if not model:
             raise InputError(
                 "--trust-dcp needs --model: such a folder does not describe its model",
                 hint="give the run file of the run that wrote it",
             )
-        config, length = (given := load_run_config(model)).model, given.data.sequence_length
-        export_trusted_dcp(checkpoint, config, length, output, getattr(torch, dtype))
+        config = published_shape(load_run_config(model))
+        length = config.data.sequence_length
+        export_trusted_dcp(checkpoint, config.model, length, output, getattr(torch, dtype))
         print(f"weights of {checkpoint}: {output}", file=sys.stderr)
         return 0
     folder, manifest, problems = find_checkpoint(checkpoint)

@@ -62,7 +62,8 @@ def start_ranks(
         resolved = Path(folder) / "run.toml"
         save_run_config(config, resolved)
         name, *rest = words
-        command = [sys.executable, "-u", "-m", "interlace", name, str(resolved), *rest]
+        # -P: a folder of the user's that is called z3 or tokenizers is no package.
+        command = [sys.executable, "-P", "-u", "-m", "interlace", name, str(resolved), *rest]
         launch(
             [*command, "-v"] if verbose else command,
             ranks=ranks,

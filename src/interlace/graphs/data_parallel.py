@@ -16,6 +16,7 @@ The parts of a bucket lie behind each other in one flat tensor, role `shard` (we
 import torch
 from torch import fx
 
+from interlace.errors import InputError
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, output_node
 from interlace.graphs.writer import GraphWriter
 from interlace.parallel.data import Bucket, DataLayout, Weight
@@ -216,6 +217,12 @@ def _reduce(
     writer: GraphWriter, bucket: Bucket, gradients: dict[Weight, fx.Node], layout: DataLayout
 ) -> fx.Node:
     """The sum over ranks of a bucket's gradients: this rank's flat shard, or all of them flat."""
+    unused = [weight.name for weight in bucket.weights if weight not in gradients]
+    if bucket.sharded and unused:
+        raise InputError(
+            f"the loss does not depend on {unused[0]!r}, and its shard of gradients would be empty",
+            hint="set parallel.data_shard to 1 and share the work by parallel.data_replicate",
+        )
     flat = [_flat(writer, weight, node, layout) for weight, node in gradients.items()]
     packed = flat[0] if len(flat) == 1 else writer.call(aten.cat.default, flat, 1)
     if packed.meta["val"].dtype != layout.reduce_dtype:

@@ -171,6 +171,13 @@ def _sole_reader(collective: fx.Node) -> bool:
     source = collective.all_input_nodes[0]
     while len(source.users) == 1:
         if source.target not in VIEWS:
-            return not is_free(source)
+            return not is_free(source) and _makes_memory(source)
         source = source.all_input_nodes[0]
     return False
+
+
+def _makes_memory(node: fx.Node) -> bool:
+    """Whether a result is of the operator's own making: there are views beside `VIEWS`, such as
+    `squeeze.dims`, and what they look at may have other readers."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not any(result.alias_info for result in schema.returns)

@@ -127,6 +127,24 @@ def data_layout(
     )
 
 
+def replicated_layout(
+    module: nn.Module, replicas: Axis, reduce_dtype: torch.dtype, *, bucket_mib: float
+) -> DataLayout:
+    """The layout of parameters that are whole on all `replicas`, on any mesh of other axes."""
+    weights = [
+        Weight(names, tuple((p.to_local() if isinstance(p, DTensor) else p).shape), None)
+        for names, p in _parameters(module)
+    ]
+    return DataLayout(
+        buckets=_buckets(weights, bucket_mib * 2**20 / _item_bytes(module)),
+        shard=Axis("", 1),
+        replicate=replicas,
+        zero=1,
+        reduce_each=False,
+        reduce_dtype=reduce_dtype,
+    )
+
+
 def placements_of(
     weight: Weight, tensor: Sequence[Placement] | None
 ) -> tuple[Placement, Placement, Placement]:

@@ -22,10 +22,13 @@ class ParameterGradients:
         names: Sequence[str],
         placements: Mapping[str, tuple[Placement, ...] | None],
         dtype: torch.dtype,
+        *,
+        replicas: bool = False,
     ) -> None:
         """`module` is the traced one, which holds the user's under one name. `names` are the
         parameters that get a gradient, `placements` say how a rank's gradient lies on the
-        parameter's mesh; sums are kept in `dtype`."""
+        parameter's mesh; sums are kept in `dtype`. With `replicas` a step sums them over ranks."""
+        self._replicas = replicas
         everything = dict(module.named_parameters(remove_duplicate=False))
         self._addresses = {name: (p, local(p).data_ptr()) for name, p in everything.items()}
         self._buffers: dict[nn.Parameter, Tensor] = {}
@@ -57,6 +60,8 @@ class ParameterGradients:
         for parameter, buffer in self._buffers.items():
             before = parameter.grad
             kept = before is not None and local(before).data_ptr() == buffer.data_ptr()
+            if kept and before is not None and self._replicas:
+                before, kept = before.clone(), False  # it is a sum over ranks already
             self._before[parameter] = None if kept else before
             if not kept:
                 buffer.zero_()

@@ -164,7 +164,11 @@ class Ring:
             return Verdict(self._watched, f"{self._peer} died", DIED_HINT)
         if self._silent_s >= self._dead_after_s:
             message = f"{self._peer} is silent for {self._silent_s:.1f} s"
-            return Verdict(self._watched, message, "it is paused, swapped out or cut off")
+            hint = (
+                "it is paused, swapped out or cut off; on a machine that is merely overloaded, set "
+                "watchdog.dead_after_s higher"
+            )
+            return Verdict(self._watched, message, hint)
         return None
 
     @staticmethod

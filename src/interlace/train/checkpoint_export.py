@@ -1,5 +1,6 @@
 """A checkpoint of a run as a Hugging Face folder, on one process without a process group."""
 
+import shutil
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
@@ -39,7 +40,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest, list[str]]:
             f"{path} is of torch.distributed.checkpoint: reading it runs code in its files",
             hint="say --trust-dcp if you trust everyone who could write to it",
         )
-    directories = [path, path / "checkpoints", *_named_in_run(path)]
+    directories = [path, *_named_in_run(path), path / "checkpoints"]
     directory = next((each for each in directories if saved_steps(each)), None)
     if directory is None:
         raise InputError(
@@ -92,6 +93,17 @@ def export_trusted_dcp(
     """
     from interlace.models.hugging_face import export  # noqa: PLC0415  imports safetensors
 
+    if not (folder / ".metadata").is_file():
+        raise InputError(
+            f"{folder} has no .metadata, so it is not of torch.distributed.checkpoint",
+            hint="leave out --trust-dcp for a checkpoint of interlace",
+        )
+    if model.source == "hugging_face":
+        raise InputError(
+            "--trust-dcp converts weights under the names of interlace.models, and the model has "
+            'model.source = "hugging_face"',
+            hint="load them with torch.distributed.checkpoint and call save_pretrained",
+        )
     reader = FileSystemReader(folder)
     saved = {
         name: each
@@ -121,16 +133,19 @@ def export_as_it_was(
 
     if not Path(model.config, "config.json").is_file():
         raise InputError(
-            f"model.config = {model.config!r}, which describes the model, is not there any more",
-            hint="put its config.json back where it was",
+            f"model.config = {model.config!r}, which describes the model, is not there",
+            hint="run this where the run was started, with its config.json where it was",
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output} exists", hint="give a new folder")
-    config = AutoConfig.from_pretrained(model.config, local_files_only=True)
+    config = AutoConfig.from_pretrained(
+        model.config, local_files_only=True, trust_remote_code=False
+    )
     with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        shape = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     state = {name: weights[name].to(dtype) for name in weights}
     part = output.with_name(f"{output.name}.partial")
+    shutil.rmtree(part, ignore_errors=True)  # of an export that was cut off
     shape.save_pretrained(part, state_dict=state)
     part.replace(output)
 

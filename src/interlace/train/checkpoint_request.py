@@ -1,5 +1,6 @@
 """What a configuration asks of checkpoints, and whether that can be, before anything is built."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.train.checkpoint_files import Damaged, folder_name, read_manifest, saved_steps
 from interlace.train.checkpoint_manifest import MANIFEST, Manifest
+from interlace.train.metrics import FILE_NAME as METRICS
+from interlace.train.metrics import read_metrics
 
 # Tables and fields that may differ on resuming without a word: they change no number.
 _FREE = ("output", "checkpoint", "hardware", "watchdog", "link", "plan", "compare")
@@ -26,6 +29,23 @@ def can_resume(config: RunConfig) -> bool:
     if config.checkpoint.resume in ("", "latest"):
         return bool(config.checkpoint.resume and saved_steps(directory))
     return Path(config.checkpoint.resume).resolve().parent == directory.resolve()
+
+
+def was_cut_off(config: RunConfig) -> bool:
+    """Whether the output directory holds a run of the same kind, `resume = "latest"`, that ended
+    before its first checkpoint: the same command starts it again."""
+    if config.checkpoint.resume != "latest" or saved_steps(checkpoint_directory(config)):
+        return False
+    directory = Path(config.output.directory)
+    try:
+        earlier = tomllib.loads((directory / "run.toml").read_text(encoding="utf-8"))
+        events = read_metrics(directory / METRICS)
+    except (OSError, ValueError, InputError):  # not a run of ours, or it has not begun
+        return False
+    wanted = earlier.get("checkpoint")
+    if not isinstance(wanted, dict) or wanted.get("resume") != "latest" or not wanted.get("every"):
+        return False
+    return not any(each["event"] == "end" or each.get("action") == "saved" for each in events)
 
 
 def check_request(config: RunConfig) -> None:

@@ -68,7 +68,8 @@ def model_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: 
     """
     kv_width = model.width // model.heads * model.kv_heads
     attention = 2 * model.width * model.width + 2 * model.width * kv_width
-    feed_forward = 3 * model.width * model.ffn_width
+    matrices = 3 if model.architecture == "llama" else 2  # gate, up and down, or up and down
+    feed_forward = matrices * model.width * model.ffn_width
     parameters = model.layers * (attention + feed_forward) + model.width * vocab_size
     return 6 * parameters + 12 * model.layers * model.width * sequence_length
 

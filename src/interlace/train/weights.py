@@ -270,7 +270,9 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if parameter not in cast:
-                cast[parameter] = nn.Parameter(parameter.detach().to(dtype))
+                cast[parameter] = nn.Parameter(
+                    parameter.detach().to(dtype), requires_grad=parameter.requires_grad
+                )
             setattr(owner, name, cast[parameter])
 
 

@@ -11,6 +11,7 @@ from interlace.errors import InputError
 from interlace.runtime.agreement import check_agreement, environment_fields
 from interlace.runtime.signals import StopFlag
 from interlace.runtime.watchdog import Watchdog
+from interlace.train.build import published_shape
 from interlace.train.loop import Trainer, claim_directory
 from interlace.train.session import Session, open_session, process_group
 
@@ -57,7 +58,7 @@ def _agreed_work(
 
 def _train(config: RunConfig, stop: StopFlag) -> int:
     if dist.get_rank() == 0:
-        claim_directory(config)
+        claim_directory(published_shape(config))  # a checkpoint holds the shape in full
     session = open_session(config)
     check_agreement(_built(session))
     Trainer(session).run(stop)
