@@ -1,0 +1,1 @@
+"""Plans what moves between two layouts, without torch."""
