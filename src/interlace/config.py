@@ -12,8 +12,9 @@ from interlace.errors import InputError
 
 Strands = Literal["2", "1", "eager"]
 Search = Literal["exact", "list", "paper"]
-Mode = Literal["eager", "1", "2", "exact", "list", "paper", "inductor"]
+Mode = Literal["eager", "1", "2", "exact", "list", "paper", "inductor", "plain-1", "plain-2"]
 Dtype = Literal["float32", "bfloat16"]
+Decompose = Literal["off", "auto", "ring", "direct", "bidirectional", "slicing"]
 Recompute = Literal["none", "attention", "layer", "budget"]
 
 
@@ -162,6 +163,18 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """Overlap inside one micro-batch: collectives cut into sends under partial matmuls."""
+
+    decompose: Decompose = "off"
+    """`auto` decides for each collective by measured or computed costs, and may leave it whole;
+    `ring`, `direct` and `bidirectional` are CommFuse's forms, used wherever they fit; `slicing`
+    cuts the rows into `pieces` collectives, as Megatron and MindSpeed do."""
+    pieces: int = 0
+    """Slices per rank (with `slicing`: slices in all); 0 lets costs decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """How the order of operators is found."""
 
@@ -194,7 +207,8 @@ class CompareConfig:
     """Steps per way; 0 compares nothing. The weights are put back afterwards."""
     modes: tuple[Mode, ...] = ("eager", "1", "2")
     """Ways to compare: as in `strands`, or two strands planned by a search of that name, or by
-    `inductor`, PyTorch's own overlap scheduler."""
+    `inductor`, PyTorch's own overlap scheduler; `plain-1` and `plain-2` are one and two strands
+    without `overlap.decompose`."""
     memory: bool = False
     """Also measure the peak memory of one step of each way."""
 
@@ -275,6 +289,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     link: LinkConfig = field(default_factory=LinkConfig)

@@ -41,6 +41,7 @@ _NOT_NEGATIVE = (
     "optimizer.clip_norm",
     "train.evaluate_every",
     "compare.steps",
+    "overlap.pieces",
     "plan.trial_steps",
     "plan.memory_mib",
     "plan.extra_memory",
@@ -90,6 +91,11 @@ def check(config: RunConfig) -> None:
         raise InputError(
             f"compare.modes = {list(ways)} must name ways of running, each once",
             hint='set compare.modes to several of them, as in ["eager", "1", "2"]',
+        )
+    if config.overlap.pieces and config.overlap.decompose == "off":
+        raise InputError(
+            f"overlap.pieces = {config.overlap.pieces}, but collectives stay whole",
+            hint='set overlap.decompose to "auto" or a form, or overlap.pieces to 0',
         )
     if config.link.rate:
         parse_rate(config.link.rate, "link.rate")

@@ -94,7 +94,8 @@ def _pair(compute: Kind, collective: Kind, lane: str, machine: MachineModel) -> 
 
 def _solo_ns(op: Operator, machine: MachineModel, ranks: int) -> int:
     if not op.is_collective:
-        moved = op.bytes_in + op.bytes_out
+        allocates_only = op.target.startswith("aten.new_empty")
+        moved = 0 if allocates_only else op.bytes_in + op.bytes_out
         seconds = max(op.flops / machine.flops_per_s, moved / machine.bytes_per_s)
         return LAUNCH_NS + int(seconds * 1e9)
     wire = wire_bytes(op.kind, max(op.bytes_in, op.bytes_out), ranks)

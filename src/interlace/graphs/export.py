@@ -1,7 +1,7 @@
 """Export a traced graph as an OpGraph, the torch-free form that planners read."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from interlace.errors import InputError
+from interlace.graphs.buffers import is_in_place, written
 from interlace.graphs.collectives import (
     ISSUE,
     group_of,
@@ -27,7 +28,17 @@ _KINDS = {
     Kind.MATMUL: {"mm", "addmm", "addmm_", "bmm", "baddbmm"},
     Kind.EMBEDDING: {"embedding", "embedding_dense_backward"},
     Kind.REDUCTION: {"sum", "mean", "amax", "max", "_log_softmax", "_softmax", "var_mean"},
-    Kind.MEMORY: {"cat", "clone", "_to_copy", "index_put", "gather", "copy", "zeros_like", "copy_"},
+    Kind.MEMORY: {
+        "cat",
+        "clone",
+        "_to_copy",
+        "index_put",
+        "gather",
+        "copy",
+        "zeros_like",
+        "copy_",
+        "new_empty",
+    },
     Kind.ACCUMULATE: {"add_"},
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
@@ -40,11 +51,6 @@ def is_free(node: fx.Node) -> bool:
     return node.target in VIEWS or node.target is operator.getitem or is_wait(node)
 
 
-def is_in_place(node: fx.Node) -> bool:
-    """Whether an operator changes its first argument and allocates nothing."""
-    return str(node.target).split(".")[1].endswith("_")
-
-
 class Storage(NamedTuple):
     """The memory behind a value."""
 
@@ -54,14 +60,17 @@ class Storage(NamedTuple):
     """0 for a view of an input, which is there anyway."""
 
 
-def output_storages(strand: StrandGraph) -> dict[str, Storage]:
-    """The memory behind each output: several saved values may be views of one tensor."""
-    return {node.name: _storage(node) for node in strand.outputs}
+def output_storages(strand: StrandGraph, names: Sequence[str] = ()) -> dict[str, Storage]:
+    """The memory behind each output: several saved values may be views of one tensor. `names` are
+    those of the outputs, if a pass put other nodes in their place."""
+    nodes = strand.outputs
+    names = names or [node.name for node in nodes]
+    return {name: _storage(node) for name, node in zip(names, nodes, strict=True)}
 
 
 def _storage(node: fx.Node) -> Storage:
-    while node.target in VIEWS or is_wait(node):
-        node = node.all_input_nodes[0]
+    while node.target in VIEWS or is_wait(node) or is_in_place(node):
+        node = written(node)[0] if is_in_place(node) else node.all_input_nodes[0]
     return Storage(node.name, 0 if node.op == "placeholder" else _bytes(node.meta.get("val")))
 
 
@@ -77,6 +86,7 @@ def export(
     """
     behind: dict[fx.Node, tuple[frozenset[str], frozenset[str]]] = {}
     operators = []
+    in_place: set[str] = set()
     inputs_of, reads_as = _graph_inputs(strand, storages)
     for node in strand.graph.nodes:
         if node.op == "output":
@@ -90,11 +100,16 @@ def export(
             behind[node] = (inputs, reads)
             continue
         operator_ = _operator(node, inputs, reads, axis_of_group)
+        memory: frozenset[str] = frozenset()
         if is_in_place(node):
-            changed = behind[node.all_input_nodes[0]][1]
-            operator_ = replace(operator_, writes=tuple(sorted(changed)))
+            changed = [behind[source] for source in written(node)]
+            writes = frozenset().union(*(of_source[1] for of_source in changed))
+            operator_ = replace(operator_, writes=tuple(sorted(writes)))
+            in_place.add(node.name)
+            # Who reads the result holds the memory of the operator that allocated it.
+            memory = frozenset().union(*(of_source[0] for of_source in changed)) - in_place
         operators.append(operator_)
-        behind[node] = (frozenset({node.name}), frozenset())
+        behind[node] = (memory | {node.name}, frozenset())
     outputs = frozenset().union(*(behind[node][0] for node in strand.outputs))
     return OpGraph(
         name=strand.name,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Placement
 
+from interlace.graphs.buffers import filled
 from interlace.graphs.cut import cut
 from interlace.graphs.torch_private import Joint, capture, input_of
 from interlace.graphs.trace_errors import explained, refuse_collectives, refuse_writes
@@ -31,6 +32,7 @@ VIEWS = frozenset(
         aten.split.Tensor,
         aten.alias.default,
         aten.detach.default,
+        filled,
     }
 )
 

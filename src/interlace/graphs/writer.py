@@ -54,7 +54,7 @@ class GraphWriter:
         with self._before(self._next):
             node = self.graph.call_function(target, args, kwargs)
         values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self._like.fake_mode:  # type: ignore[attr-defined]
+        with torch.no_grad(), self._like.fake_mode:  # type: ignore[attr-defined]
             node.meta["val"] = target(*values[0], **values[1])
         return node
 

@@ -9,9 +9,15 @@ from typing import Any
 
 from interlace.ir.timeline import Timeline
 
-MODE_NAMES = {"eager": "PyTorch eager", "1": "one strand", "2": "two strands, interlaced"}
+MODE_NAMES = {
+    "eager": "PyTorch eager",
+    "plain-1": "one strand, not decomposed",
+    "1": "one strand",
+    "plain-2": "two strands, not decomposed",
+    "2": "two strands, interlaced",
+}
 """What people read for each way of running a step."""
-MODE_ORDER = ("eager", "1", "2")
+MODE_ORDER = ("eager", "plain-1", "1", "plain-2", "2")
 _NS_PER_MS = 1e6
 
 
@@ -155,6 +161,8 @@ def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
     for key, name in (
         ("speedup_vs_eager", "PyTorch eager"),
         ("speedup_vs_one_strand", "one strand"),
+        ("speedup_vs_plain_one_strand", "one strand, not decomposed"),
+        ("speedup_vs_plain_two_strands", "two strands, not decomposed"),
     ):
         gain = comparison.get(key)
         if gain is not None:

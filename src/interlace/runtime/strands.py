@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
+from interlace.decompose.apply import Decompose, decompose_chunk
+from interlace.decompose.listing import Listing, with_others
 from interlace.graphs.accumulate import accumulate_gradients
+from interlace.graphs.collectives import is_collective
 from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
 from interlace.graphs.dropout import fix_dropout
 from interlace.graphs.export import export, output_storages
@@ -45,6 +48,8 @@ class Strands:
     data: DataLayout | None
     not_repeated: str = ""
     """Why every block was traced though one of each kind was to be enough."""
+    listing: Listing | None = None
+    """What was decomposed, if that was asked for."""
 
     @cached_property
     def pair(self) -> OpGraph:
@@ -86,12 +91,13 @@ def build_strands(
     buffer_dtype: torch.dtype = torch.float32,
     recompute: RecomputePolicy = KEEP_ALL,
     repeat: bool = False,
+    decompose: Decompose | None = None,
 ) -> Strands:
     """Trace `module(*example) -> loss`; gradients will be summed in `buffer_dtype`, and over the
     data-parallel ranks of `data`. A chunk with dropout takes seeds behind its batch.
 
     `repeat` traces a few blocks and copies the others (`graphs.repeat`): for models whose code
-    treats blocks of one kind alike.
+    treats blocks of one kind alike. `decompose` cuts collectives into sends under partial matmuls.
     """
     tensor = [group for group, axis in axis_of_group.items() if axis == "tp"]
     if repeat:
@@ -100,8 +106,24 @@ def build_strands(
         chunk, reason = trace_chunk(module, example), ""
     chunk = fix_dropout(chunk, batch_inputs=len(example), tensor_groups=tensor)
     chunk = with_recompute(chunk, recompute)
+    listing = None
+    if decompose is not None:
+        chunk, listing = decompose_chunk(chunk, axis_of_group, decompose)
+    before = _collectives({FORWARD: chunk.forward, BACKWARD: chunk.backward})
     strands = share(module, chunk, axis_of_group, data, buffer_dtype)
-    return replace(strands, not_repeated=reason)
+    if listing is not None:
+        why = "data-parallel ranks exchange whole buckets of weights"
+        listing = with_others(listing, strands.graphs, before, why)
+    return replace(strands, not_repeated=reason, listing=listing)
+
+
+def _collectives(graphs: Mapping[str, StrandGraph]) -> set[str]:
+    return {
+        f"{strand}.{node.name}"
+        for strand, graph in graphs.items()
+        for node in graph.graph.nodes
+        if is_collective(node)
+    }
 
 
 def share(
@@ -128,7 +150,8 @@ def share(
         if reduce.bindings:
             graphs[REDUCE] = reduce
     axes = dict(axis_of_group)
-    storages = {BACKWARD: output_storages(chunk.forward)}
+    outputs = ("loss", *chunk.saved)
+    storages = {BACKWARD: output_storages(chunk.forward, outputs)}
     return Strands(
         module,
         graphs,

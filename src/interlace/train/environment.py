@@ -41,6 +41,9 @@ def describe_environment(session: Session, directory: Path) -> None:
     (directory / "run.toml").write_text(tomli_w.dumps(config.as_dict()), encoding="utf-8")
     if session.costs is not None:
         store.save(session.costs, directory / "costs.json")
+    if session.strands is not None and session.strands.listing is not None:
+        listing = json.dumps(session.strands.listing.as_dict(), indent=1) + "\n"
+        (directory / "decompose.json").write_text(listing, encoding="utf-8")
     if session.plan is not None and session.strands is not None:
         graphs = session.strands.op_graphs
         table = plans.to_text(session.plan, graphs)

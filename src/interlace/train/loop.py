@@ -14,12 +14,13 @@ from interlace.config import RunConfig, Strands
 from interlace.errors import InputError, RunError
 from interlace.ir import store
 from interlace.ir.timeline import Timeline
+from interlace.models.transformers_model import flops_per_token
 from interlace.report.tables import comparison_lines
 from interlace.runtime.executor import Batch
 from interlace.runtime.signals import StopFlag, agreed
 from interlace.sim.step import simulate_step
 from interlace.train.checkpoint import Checkpointer
-from interlace.train.checkpoint_request import can_resume, check_request
+from interlace.train.checkpoint_request import can_resume, check_request, was_cut_off
 from interlace.train.compare import compare, update
 from interlace.train.environment import describe_environment
 from interlace.train.fallback import Trial
@@ -66,10 +67,7 @@ class Trainer:
                 path.unlink()
             describe_environment(session, self.directory)
             self.metrics = MetricsWriter(self.directory, tensorboard=config.output.tensorboard)
-        size = vocabulary(config, session.dataset.vocab_size)
-        self.flops_per_token = model_flops_per_token(
-            config.model, size, config.data.sequence_length
-        )
+        self.flops_per_token = _flops_per_token(session)
         self.peak_flops = _peak(config, session.device)
         self.checkpoints = Checkpointer(session, self._tell_checkpoint)
 
@@ -85,6 +83,8 @@ class Trainer:
     def _run(self, stop: StopFlag) -> str:
         session, config = self.session, self.config
         say(session, session.dataset.summary)
+        if session.strands is not None and session.strands.listing is not None:
+            say(session, session.strands.listing.summary())
         if session.plan is not None:
             say(session, f"plan by search {session.plan.search!r}{self._predicted()}")
         if config.compare.steps:
@@ -150,7 +150,7 @@ class Trainer:
             values["hidden_fraction"] = timeline.hidden_fraction()
             self._keep(timeline)
             self.last_recorded = timeline
-        if self.peak_flops:
+        if self.peak_flops and self.flops_per_token:
             spent = self.flops_per_token * tokens / session.world_size
             values["mfu"] = spent / (step_ns / 1e9) / self.peak_flops
         self.write("step", **values)
@@ -238,6 +238,16 @@ class Trainer:
             self.metrics.write(event, **values)
 
 
+def _flops_per_token(session: Session) -> int | None:
+    """Of forward and backward; None for a model whose work cannot be told from its weights."""
+    config = session.config
+    length = config.data.sequence_length
+    if config.model.source == "hugging_face":
+        return flops_per_token(session.weights.module.get_submodule("model"), length)
+    size = vocabulary(config, session.dataset.vocab_size)
+    return model_flops_per_token(config.model, size, length)
+
+
 def _peak(config: RunConfig, device: torch.device) -> float | None:
     if config.hardware.peak_tflops:
         return config.hardware.peak_tflops * 1e12
@@ -257,7 +267,8 @@ def claim_directory(config: RunConfig) -> None:
             f"output.directory = {config.output.directory!r} cannot be made: {error.strerror}",
             hint="choose another output.directory",
         ) from error
-    if _earlier_run(directory) and not config.output.overwrite and not can_resume(config):
+    replaces = config.output.overwrite or can_resume(config) or was_cut_off(config)
+    if _earlier_run(directory) and not replaces:
         raise InputError(
             f"output.directory = {config.output.directory!r} holds an earlier run",
             hint="choose another output.directory, or set output.overwrite = true",
@@ -267,6 +278,7 @@ def claim_directory(config: RunConfig) -> None:
 def _earlier_run(directory: Path) -> list[Path]:
     """Files of a run that was written into this directory."""
     names = ("metrics.jsonl", "comparison.json", "plan.txt", "costs.json", "environment.json")
+    names += ("decompose.json",)
     paths = [directory / name for name in names]
     paths += sorted((directory / "timelines").glob("*.json"))
     return [path for path in paths if path.exists()]

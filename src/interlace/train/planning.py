@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 from interlace.config import RunConfig, parse_rate, world_of
 from interlace.cost.analytic import MachineModel, analytic_costs, measure_this_machine
+from interlace.cost.site_times import computed_times
+from interlace.decompose.apply import Decompose
+from interlace.decompose.choose import Request
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
@@ -24,6 +27,7 @@ from interlace.ir import store
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.plan import to_text
+from interlace.models.transformers_model import published_sizes
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import axis_sizes, build_meshes
 from interlace.parallel.tensor import loss_context
@@ -63,11 +67,13 @@ def plan_command(
     _check_request(config, cost, interpolate=interpolate)
     _check_outputs({"--output": output, "--json": json, "--picture": picture}, cost)
     table = _read_costs(cost) if cost else None
-    layers, ranks = config.model.layers, world_of(config.parallel)
+    (_, layers, _), ranks = _shape(config), world_of(config.parallel)
     with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
         strands = trace_fake(config)
     if strands.not_repeated:
         _say(f"every block was traced: {strands.not_repeated}")
+    if strands.listing is not None:
+        _say("\n".join(strands.listing.lines()))
     graphs = strands.op_graphs
     if table is None:
         costs, origin = computed_costs(config, graphs)
@@ -129,6 +135,7 @@ def trace_fake(config: RunConfig) -> Strands:
                     ),
                     recompute=policy_of(config.train),
                     repeat=True,
+                    decompose=_decompose_of(config),
                 )
     finally:
         dist.destroy_process_group()
@@ -136,6 +143,13 @@ def trace_fake(config: RunConfig) -> Strands:
 
 def computed_costs(config: RunConfig, graphs: Mapping[str, OpGraph]) -> tuple[CostTable, str]:
     """Costs from the machine that the run file describes, and in words where they come from."""
+    machine, words = machine_of(config)
+    costs = analytic_costs(graphs, machine, axis_sizes(config.parallel))
+    return costs, f"computed for {words}"
+
+
+def machine_of(config: RunConfig) -> tuple[MachineModel, str]:
+    """The machine that the run file describes, and in words where that comes from."""
     flops = config.hardware.peak_tflops * 1e12
     memory = config.hardware.memory_gb_per_s * 1e9
     by = "given"
@@ -151,11 +165,18 @@ def computed_costs(config: RunConfig, graphs: Mapping[str, OpGraph]) -> tuple[Co
         link_bits_per_s=parse_rate(rate, "link.rate"),
         link_latency_ns=int(config.link.latency_us * 1e3),
     )
-    costs = analytic_costs(graphs, machine, axis_sizes(config.parallel))
-    return costs, (
-        f"computed for {flops / 1e12:.3g} TFLOP/s and {memory / 1e9:.4g} GB/s ({by}), "
-        f"link {rate}{assumed}"
+    return machine, (
+        f"{flops / 1e12:.3g} TFLOP/s and {memory / 1e9:.4g} GB/s ({by}), link {rate}{assumed}"
     )
+
+
+def _decompose_of(config: RunConfig) -> Decompose | None:
+    """What `[overlap]` asks for, with times computed from the machine of the run file."""
+    overlap = config.overlap
+    if overlap.decompose == "off":
+        return None
+    request = Request(variant=overlap.decompose, pieces=overlap.pieces)
+    return Decompose(request=request, times=computed_times(machine_of(config)[0]))
 
 
 def measured_costs(
@@ -194,12 +215,20 @@ def measured_costs(
 
 def describe_model(config: RunConfig) -> str:
     """`llama, 80 layers of width 8192, sequence 8192 x 1, bfloat16, 64 ranks`."""
-    model, train = config.model, config.train
+    (architecture, layers, width), train = _shape(config), config.train
     return (
-        f"{model.architecture}, {model.layers} layers of width {model.width}, sequence "
+        f"{architecture}, {layers} layers of width {width}, sequence "
         f"{config.data.sequence_length} x {train.micro_batch_size}, {train.dtype}, "
         f"{world_of(config.parallel)} ranks"
     )
+
+
+def _shape(config: RunConfig) -> tuple[str, int, int]:
+    """(architecture, layers, width) of the model that the run trains."""
+    model = config.model
+    if model.source == "hugging_face":
+        return published_sizes(model.config)
+    return model.architecture, model.layers, model.width
 
 
 def _read_costs(path: Path) -> CostTable:

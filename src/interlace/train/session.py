@@ -15,6 +15,8 @@ from torch.utils import deterministic
 
 from interlace.config import Mode, RunConfig, modes_of, parse_rate
 from interlace.cost.profile import cached, machine_id
+from interlace.decompose.apply import Decompose
+from interlace.decompose.choose import Request
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.ir.costs import CostTable
@@ -28,6 +30,7 @@ from interlace.rules import check, resolve_layout
 from interlace.runtime.executor import Batch
 from interlace.runtime.profile import profile_strands
 from interlace.runtime.rival import inductor_plan
+from interlace.runtime.site_times import MeasuredTimes
 from interlace.runtime.strands import Strands as TracedStrands
 from interlace.runtime.strands import build_strands
 from interlace.search.planner import make_plan
@@ -38,6 +41,9 @@ from interlace.train.fully_sharded import FullyShardedEngine, sharded_twin
 from interlace.train.memory import constant_bytes, memory_limits
 from interlace.train.optimizer import build_optimizer, build_schedule
 from interlace.train.weights import MasterWeights
+
+PLAIN_MODES = frozenset[Mode]({"plain-1", "plain-2"})
+"""Ways to run strands without `overlap.decompose`."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -100,9 +106,13 @@ class Session:
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
     strands: TracedStrands | None = None
+    plain: TracedStrands | None = None
+    """Graphs without decomposed collectives, where the comparison asks for them; may be `strands`
+    themselves."""
     costs: CostTable | None = None
     plan: Plan | None = None
     """Of two strands, if there is one."""
+    plain_costs: CostTable | None = None
     plans: dict[Mode, Plan] = field(default_factory=dict)
     engines: dict[Mode, Engine] = field(default_factory=dict)
     constants: dict[tuple[str, str], Tensor] = field(default_factory=dict)
@@ -118,6 +128,14 @@ class Session:
     def engine(self) -> Engine:
         """The engine that the run asked for."""
         return self.engines[self.config.strands]
+
+    def strands_of(self, mode: Mode) -> TracedStrands | None:
+        """The graphs that a way to run strands works on."""
+        return self.plain if mode in PLAIN_MODES else self.strands
+
+    def costs_of(self, mode: Mode) -> CostTable | None:
+        """The measured times of these graphs, if they were measured."""
+        return self.plain_costs if mode in PLAIN_MODES else self.costs
 
     def batches(self, position: int = 0) -> Batches:
         """The micro-batches of this rank's share of the data, from that sample on."""
@@ -239,17 +257,12 @@ def _build_engines(session: Session, twin: nn.Module | None) -> None:
         return
     example = session.move(next(session.batches()))
     data = session.weights.data
-    with loss_context(session.meshes.tensor):
-        session.strands = build_strands(
-            session.weights.module,
-            example,
-            session.meshes.axis_of_group,
-            data=data,
-            recompute=policy_of(config.train),
-            repeat=config.model.source == "interlace",
-        )
+    session.strands = _strands(session, example, decompose_of(config, session.device))
     if session.strands.not_repeated and session.rank == 0:
         print(f"all layers are traced: {session.strands.not_repeated}", file=sys.stderr)
+    if modes & PLAIN_MODES:
+        decomposed = session.strands.listing is not None
+        session.plain = _strands(session, example, None) if decomposed else session.strands
     session.constants = {**session.weights.constants(), **session.weights.buffers()}
     if (
         data is not None
@@ -257,16 +270,42 @@ def _build_engines(session: Session, twin: nn.Module | None) -> None:
         and not isinstance(session.engines.get("eager"), EagerEngine)
     ):
         session.weights.drop_whole()
-    engines: dict[str, StrandEngine] = {}
+    engines: dict[tuple[str, str], StrandEngine] = {}
     for mode in sorted(modes - {"eager"}):
         plan = _plan(session, mode, example)
-        if plan.digest not in engines:
-            engines[plan.digest] = StrandEngine(
-                session.weights, session.strands, plan, session.constants, _draws(session)
+        strands = session.strands_of(mode)
+        assert strands is not None
+        key = (strands.digest, plan.digest)
+        if key not in engines:
+            engines[key] = StrandEngine(
+                session.weights, strands, plan, session.constants, _draws(session)
             )
         session.plans[mode] = plan
-        session.engines[mode] = engines[plan.digest]
+        session.engines[mode] = engines[key]
     session.plan = session.plans.get("2")
+
+
+def _strands(session: Session, example: Batch, decompose: Decompose | None) -> TracedStrands:
+    config = session.config
+    with loss_context(session.meshes.tensor):
+        return build_strands(
+            session.weights.module,
+            example,
+            session.meshes.axis_of_group,
+            data=session.weights.data,
+            recompute=policy_of(config.train),
+            repeat=config.model.source == "interlace",
+            decompose=decompose,
+        )
+
+
+def decompose_of(config: RunConfig, device: torch.device) -> Decompose | None:
+    """What `[overlap]` asks for, with times measured on this machine."""
+    overlap = config.overlap
+    if overlap.decompose == "off":
+        return None
+    request = Request(variant=overlap.decompose, pieces=overlap.pieces)
+    return Decompose(request=request, times=MeasuredTimes(device))
 
 
 def _draws(session: Session) -> Draws:
@@ -295,22 +334,34 @@ def _eager_engine(session: Session, twin: nn.Module | None) -> Engine:
 
 def _plan(session: Session, mode: Mode, example: Batch) -> Plan:
     """The plan of a way to run strands."""
-    config, strands = session.config, session.strands
+    config, strands = session.config, session.strands_of(mode)
     assert strands is not None
-    if mode == "1":
+    if mode in ("1", "plain-1"):
         return strands.sequential
     if mode == "2" and config.plan.file:
         return _read_plan(config.plan.file, strands)
-    if session.costs is None:
-        session.costs = _measured_costs(session, strands, example)
+    costs = _costs(session, strands, example)
     if mode == "inductor":
-        return inductor_plan(strands, session.costs)
-    search = config.plan.search if mode == "2" else mode
+        return inductor_plan(strands, costs)
+    search = config.plan.search if mode in ("2", "plain-2") else mode
     for plan in session.plans.values():
-        if (plan.search, plan.cost_digest) == (search, session.costs.digest):
+        if (plan.search, plan.cost_digest) == (search, costs.digest):
             return plan
     limits = memory_limits(config, session.weights.module, session.weights.data)
-    return make_plan(strands.op_graphs, session.costs, search, limits=limits)
+    return make_plan(strands.op_graphs, costs, search, limits=limits)
+
+
+def _costs(session: Session, strands: TracedStrands, example: Batch) -> CostTable:
+    """Measured when they are first asked for."""
+    if strands is session.strands:
+        if session.costs is None:
+            session.costs = _measured_costs(session, strands, example)
+        if session.plain is strands:
+            session.plain_costs = session.costs
+        return session.costs
+    if session.plain_costs is None:
+        session.plain_costs = _measured_costs(session, strands, example)
+    return session.plain_costs
 
 
 def _read_plan(file: str, strands: TracedStrands) -> Plan:

@@ -1,0 +1,56 @@
+"""Collectives cut into point-to-point steps under partial compute (CommFuse, arXiv 2604.24013).
+
+Functions on plain tensors and process groups, with autograd:
+
+    gather_matmul           all-gather, then matmuls        (column-parallel linears)
+    matmul_scatter          matmul, then reduce-scatter     (row-parallel linear)
+    matmul_reduce           matmul, then all-reduce         (row-parallel linear, whole output)
+    ulysses_attention       all-to-all, attention on a share of the heads, all-to-all
+    query_split_attention   attention, projection, then reduce-scatter
+    scatter_gradient        weight gradient, then reduce-scatter (data parallel)
+    sliced_gather_matmul, sliced_matmul_scatter
+                            the same by data slicing, the published baseline
+
+All ranks of the group must call them alike: same order, variant, pieces, dtype, and which tensors
+require gradients. Everything else in this package works on traced graphs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from interlace.decompose.attention_scatter import query_split_attention
+    from interlace.decompose.column_parallel import gather_matmul
+    from interlace.decompose.gradient_scatter import scatter_gradient
+    from interlace.decompose.row_parallel import matmul_reduce, matmul_scatter
+    from interlace.decompose.sliced_matmul import sliced_gather_matmul, sliced_matmul_scatter
+    from interlace.decompose.ulysses import ulysses_attention
+
+__all__ = [
+    "gather_matmul",
+    "matmul_reduce",
+    "matmul_scatter",
+    "query_split_attention",
+    "scatter_gradient",
+    "sliced_gather_matmul",
+    "sliced_matmul_scatter",
+    "ulysses_attention",
+]
+
+_MODULE_OF = {
+    "gather_matmul": "column_parallel",
+    "matmul_reduce": "row_parallel",
+    "matmul_scatter": "row_parallel",
+    "query_split_attention": "attention_scatter",
+    "scatter_gradient": "gradient_scatter",
+    "sliced_gather_matmul": "sliced_matmul",
+    "sliced_matmul_scatter": "sliced_matmul",
+    "ulysses_attention": "ulysses",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The functions, imported when they are first asked for."""
+    if name in _MODULE_OF:
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

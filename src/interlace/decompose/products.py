@@ -1,0 +1,61 @@
+"""The matmuls of a site as shapes, for those who time them."""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, fx
+
+from interlace.decompose.find import row_operand
+from interlace.decompose.sites import Site
+from interlace.graphs.trace import StrandGraph
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """[rows, inner] @ [inner, columns]; rows are those of one rank's slice."""
+
+    rows: int
+    inner: int
+    columns: int
+    dtype: torch.dtype
+    weight_strides: tuple[int, int]
+
+    def bytes_of(self, rows: int) -> int:
+        """Read and written for that many rows."""
+        elements = rows * self.inner + self.inner * self.columns + rows * self.columns
+        return elements * self.dtype.itemsize
+
+    def flops_of(self, rows: int) -> int:
+        """Multiplications and additions for that many rows."""
+        return 2 * rows * self.inner * self.columns
+
+
+def products_of(strand: StrandGraph, site: Site) -> list[Product]:
+    """The site's matmuls, in order."""
+    wanted = set(site.matmuls)
+    nodes = {node.name: node for node in strand.graph.nodes if node.name in wanted}
+    return [_product(nodes[name], site.rows) for name in site.matmuls]
+
+
+def _product(matmul: fx.Node, rows: int) -> Product:
+    operand = row_operand(matmul)
+    weight = matmul.args[-1]
+    assert isinstance(weight, fx.Node)
+    value: Tensor = weight.meta["val"]
+    return Product(
+        rows=rows,
+        inner=value.shape[0],
+        columns=value.shape[1],
+        dtype=operand.meta["val"].dtype,
+        weight_strides=(value.stride(0), value.stride(1)),
+    )
+
+
+def sent_value(strand: StrandGraph, site: Site) -> Tensor:
+    """What the site's collective is given on this rank, as a fake tensor [rows, width]."""
+    node = next(n for n in strand.graph.nodes if n.name == site.collective)
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    value: Tensor = source.meta["val"]
+    return value.reshape(prod(value.shape[:-1]), value.shape[-1])
