@@ -1,0 +1,129 @@
+"""Decomposed collectives against plain ones and against data slicing, in blocks and in training.
+
+MLP and attention blocks with the ratios of CommFuse's tables (inner width 4 D, transfer time of a
+slice 0.5 to 1.5 times its compute), forward and forward + backward, on links that are shaped for
+each. Two ranks have a core each and compute; four ranks share them and sleep as long as their
+matmuls would take, which is said in every row. All ways take turns step by step in one run, after
+an untimed step of each. gloo's reduce-scatter is an all-reduce inside: vanilla and slicing use an
+all-to-all and a local sum instead, which moves as few bytes as ours. Then a training run: eager,
+decomposed, two strands, both.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from interlace.bench import decompose_rows, decompose_train
+from interlace.bench.decompose_rows import Case
+from interlace.bench.decompose_shapes import Job, Shape, write_job
+from interlace.bench.decompose_train import TrainCase
+from interlace.bench.results import environment, write_json
+from interlace.bench.strands import Size
+from interlace.errors import InputError, RunError, nearest
+from interlace.lab import hosts
+from interlace.runtime.launch import launch
+
+_PARTS = ("all", "blocks", "training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much is run."""
+
+    real: Job
+    """Of two ranks."""
+    emulated: Job
+    """Of four."""
+    training: Size
+
+
+FULL = Sizes(
+    real=Job(
+        shapes=(
+            # A slice's matmul packs the whole weight again, and its transfer takes CPU time: wide
+            # and long slices make both small beside what is hidden.
+            Shape(block="mlp", width=2048, rows=1024),
+            Shape(block="attention", width=2048, rows=1024, ratios=(0.8, 1.5)),
+            Shape(block="attention", width=2048, rows=512, causal=True, ratios=(0.5,)),
+        ),
+        turns=3,
+    ),
+    emulated=Job(
+        shapes=(
+            Shape(block="mlp", width=1024, rows=256, flops_per_s=24e9),
+            Shape(block="attention", width=1024, rows=256, flops_per_s=18e9),
+        ),  # a transfer hides under 22 ms of compute
+        turns=2,
+    ),
+    training=decompose_train.FULL,
+)
+QUICK = Sizes(
+    real=Job(shapes=(Shape(block="mlp", width=1024, rows=128, ratios=(0.8,)),), turns=2),
+    emulated=Job(
+        shapes=(Shape(block="attention", width=512, rows=128, ratios=(0.8,), flops_per_s=2e9),),
+        turns=1,
+    ),
+    training=decompose_train.QUICK,
+)
+
+
+def run(*, quick: bool, json_path: Path | None, part: str = "all") -> int:
+    """Measure, print the tables, write JSON if asked. `part` is `all`, `blocks` or `training`."""
+    if part not in _PARTS:
+        raise InputError(f"--part {part} is no part of this bench", hint=nearest(part, _PARTS))
+    sizes = QUICK if quick else FULL
+    began = time.monotonic()
+    cases: list[Case] = []
+    trained: list[TrainCase] = []
+    if part != "training":
+        for ranks, job in ((2, sizes.real), (4, sizes.emulated)):
+            cases += measure_blocks(ranks, job)
+            print(f"{time.monotonic() - began:.0f} s: {ranks} ranks done", file=sys.stderr)
+    if part != "blocks":
+        with tempfile.TemporaryDirectory(prefix="interlace-bench-") as folder:
+            trained = decompose_train.measure_training(sizes.training, Path(folder))
+    print(_tables(cases, trained))
+    if json_path is not None:
+        rows = [row for case in cases for row in decompose_rows.rows_of(case)]
+        rows += [row for case in trained for row in decompose_train.rows_of(case)]
+        rows += decompose_rows.summary_rows(cases)
+        kind = "emulated" if _no_lab() else "lab"
+        write_json(json_path, "decompose", environment(f"{kind} links"), rows)
+        print(json_path)
+    return 0
+
+
+def measure_blocks(ranks: int, job: Job) -> list[Case]:
+    """Run `job` on so many ranks, each a host of a lab where that is possible, else a local process
+    with emulated links. Raises RunError when a rank fails."""
+    with tempfile.TemporaryDirectory(prefix="interlace-bench-") as folder:
+        told, result = Path(folder) / "job.json", Path(folder) / "cases.json"
+        reason = _no_lab()
+        write_job(replace(job, emulated_links=bool(reason)), told)
+        command = ["-m", "interlace.bench.decompose_job", str(told), str(result)]
+        if reason:
+            print(f"note: no network namespaces here ({reason}): emulated links", file=sys.stderr)
+            launch([sys.executable, *command], ranks=ranks)
+        else:
+            code = hosts.run_in_lab(["python", *command], hosts=ranks, ranks_per_host=1, rate="")
+            if code:
+                raise RunError(
+                    f"the blocks on {ranks} ranks ended with exit code {code}",
+                    hint="the message of a rank is above",
+                )
+        return [Case.of(fields) for fields in json.loads(result.read_text(encoding="utf-8"))]
+
+
+def _no_lab() -> str:
+    """Why no lab can be made here; empty if one can."""
+    return "this is already a lab" if hosts.inside_lab() else hosts.available()
+
+
+def _tables(cases: Sequence[Case], trained: Sequence[TrainCase]) -> str:
+    parts = [decompose_rows.tables(cases)] if cases else []
+    parts += [decompose_train.tables(trained)] if trained else []
+    return "\n\n".join(parts)

@@ -1,0 +1,275 @@
+"""What the blocks of `interlace bench decompose` show: rows for the result file, tables for people.
+
+Overhead is the time of a step above that of COMPUTE, its compute alone, in the same turn.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from interlace.bench.decompose_shapes import (
+    COMPUTE,
+    QUERY_SPLIT,
+    SLICES,
+    VANILLA,
+    VARIANTS,
+    Shape,
+    hidden_under_ns,
+    shape_of,
+)
+from interlace.bench.results import Row, speedup
+from interlace.report.tables import aligned, number, percent
+from interlace.sim.decomposed import overhead_ns
+
+OURS = {"mlp": "ring", "attention": QUERY_SPLIT}
+"""The way that stands for us in the summary."""
+COLUMNS = (COMPUTE, VANILLA, *SLICES, *VARIANTS, QUERY_SPLIT)
+_HIDDEN_RATIO = 1.0
+"""Up to this transfer time over compute time, nothing need be exposed."""
+_MS = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One shape, rate and direction of passes."""
+
+    ranks: int
+    shape: Shape
+    ratio: float
+    backward: bool
+    calibration: Mapping[str, Any]
+    """Fields of `decompose_job.Calibration`."""
+    ways: Mapping[str, Mapping[str, Sequence[int]]]
+    """Way -> ns and cpu_ns of each step."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Case":
+        """From what a rank wrote."""
+        values: dict[str, Any] = {**fields, "shape": shape_of(fields["shape"])}
+        return cls(**values)
+
+    @property
+    def group(self) -> str:
+        """`TP 2, forward`: what is summed up together."""
+        passes = "forward + backward" if self.backward else "forward"
+        emulated = ", emulated compute" if self.shape.flops_per_s else ""
+        causal = ", causal" if self.shape.causal else ""
+        return f"TP {self.ranks}{emulated}{causal}, {passes}"
+
+    @property
+    def name(self) -> str:
+        """Label of its rows."""
+        return f"{self.shape.block}, {self.group}, t_p {self.ratio:g} t_c"
+
+    @property
+    def ours(self) -> str:
+        """The way that counts for us."""
+        return OURS[self.shape.block]
+
+    def ns(self, way: str) -> Sequence[int]:
+        """Times of the counted steps."""
+        return self.ways[way]["ns"]
+
+    def removed(self, way: str) -> list[float]:
+        """Per turn, the share of vanilla's overhead that `way` does not have."""
+        times = zip(self.ns(way), self.ns(VANILLA), self.ns(COMPUTE), strict=True)
+        return [1 - (own - alone) / (vanilla - alone) for own, vanilla, alone in times]
+
+    def over_formula(self, way: str) -> list[float]:
+        """Per turn, the time of `way` over compute alone plus what the formula leaves exposed."""
+        exposed = expected_overhead_ns(self, way)
+        pairs = zip(self.ns(way), self.ns(COMPUTE), strict=True)
+        return [own / (alone + exposed) for own, alone in pairs]
+
+
+def expected_overhead_ns(case: Case, way: str) -> int:
+    """What `decomposed_ns` leaves exposed at the sites of a block.
+
+    Of a ring in both directions, both halves leave by the one link that a rank of a lab has. With a
+    causal mask, the first partial sum of a query split travels under the shortest slice. In the
+    backward pass of a scatter, each arriving slice is multiplied twice, for x and for the weight;
+    in that of a gather, the weights' gradients fill what is left of the waits.
+    """
+    parts, sent, ranks = case.calibration["parts_ns"], case.calibration["transfer_ns"], case.ranks
+    under = hidden_under_ns(parts, ranks) if way == QUERY_SPLIT else parts["scatter"]
+    exposed = overhead_ns(parts["gather"], sent, ranks=ranks)
+    scatter = overhead_ns(under, sent, ranks=ranks)
+    if way == QUERY_SPLIT and case.shape.causal:
+        shortest = parts["scatter"] + parts["attention"] // ranks**2
+        scatter = max(scatter, sent - shortest)
+    exposed += scatter
+    if case.backward:
+        exposed += overhead_ns(2 * under, sent, ranks=ranks)
+        filler = ranks * parts["gather"]
+        exposed += overhead_ns(parts["gather"], sent, ranks=ranks, filler_ns=filler)
+    return exposed
+
+
+def rows_of(case: Case) -> Iterator[Row]:
+    """All metrics of one case; a way other than ours has its name behind the metric."""
+    yield from _link_rows(case)
+    for way in case.ways:
+        if way in (COMPUTE, VANILLA):
+            continue
+        suffix = "" if way == case.ours else f"_{way.replace(' ', '_').replace('-', '_')}"
+        yield _removed_row(case, way, suffix)
+        own, vanilla = ([ns / _MS for ns in case.ns(name)] for name in (way, VANILLA))
+        yield speedup(case.name, f"speedup_vs_vanilla{suffix}", own, vanilla)
+        if way not in SLICES:
+            yield _formula_row(case, way, suffix)
+    best = max(SLICES, key=lambda way: median(case.removed(way)))
+    own, rival = ([ns / _MS for ns in case.ns(name)] for name in (case.ours, best))
+    yield speedup(case.name, "speedup_vs_best_slicing", own, rival)
+
+
+def _link_rows(case: Case) -> Iterator[Row]:
+    calibration = case.calibration
+    sent = calibration["transfer_ns"]
+    compute = hidden_under_ns(calibration["parts_ns"], case.ranks)
+    yield _row(case, "transfer_over_slice_compute", sent / compute, case.ratio)
+    yield _row(case, "transport_cpu_share", calibration["transfer_cpu_ns"] / _MS, sent / _MS)
+
+
+def _row(case: Case, metric: str, ours: float, baseline: float) -> Row:
+    return Row(
+        case=case.name,
+        metric=metric,
+        ours=ours,
+        baseline=baseline,
+        ratio=ours / baseline if baseline else None,
+        spread=None,
+    )
+
+
+def _removed_row(case: Case, way: str, suffix: str) -> Row:
+    """Overheads in ms; the ratio is the share of vanilla's that is gone."""
+    alone = case.ns(COMPUTE)
+    ours, baseline = (
+        median(own - only for own, only in zip(case.ns(name), alone, strict=True)) / _MS
+        for name in (way, VANILLA)
+    )
+    removed = case.removed(way)
+    return Row(
+        case=case.name,
+        metric=f"overhead_removed{suffix}",
+        ours=ours,
+        baseline=baseline,
+        ratio=median(removed),
+        spread=(min(removed), max(removed)),
+    )
+
+
+def _formula_row(case: Case, way: str, suffix: str) -> Row:
+    """Measured and expected ms; a ratio above 1 is slower than the formula says."""
+    over = case.over_formula(way)
+    expected = median(case.ns(COMPUTE)) + expected_overhead_ns(case, way)
+    return Row(
+        case=case.name,
+        metric=f"over_formula{suffix}",
+        ours=median(case.ns(way)) / _MS,
+        baseline=expected / _MS,
+        ratio=median(over),
+        spread=(min(over), max(over)),
+    )
+
+
+def summary_rows(cases: Sequence[Case]) -> list[Row]:
+    """Per group the worst of our cases: where transfers are shorter than compute the smallest share
+    removed and the smallest speed-up, where they are longer the farthest from the formula."""
+    rows = []
+    for group in dict.fromkeys(case.group for case in cases):
+        own = [(case, list(rows_of(case))) for case in cases if case.group == group]
+        hidden = [of_case for case, of_case in own if case.ratio <= _HIDDEN_RATIO]
+        exposed = [of_case for case, of_case in own if case.ratio > _HIDDEN_RATIO]
+        for metric in ("overhead_removed", "speedup_vs_vanilla"):
+            rows += _extreme(group, metric, hidden, farness=lambda ratio: -ratio)
+        rows += _extreme(group, "over_formula", exposed, farness=lambda ratio: abs(ratio - 1))
+    return rows
+
+
+def _extreme(
+    group: str,
+    metric: str,
+    of_cases: Sequence[Sequence[Row]],
+    *,
+    farness: Callable[[float], float],
+) -> list[Row]:
+    """The row of `metric` that is farthest, as the group's; nothing if there is no case."""
+    found = [row for rows in of_cases for row in rows if row.metric == metric]
+    if not found:
+        return []
+    ratios = [row.ratio for row in found if row.ratio is not None]
+    worst = max(found, key=lambda row: farness(row.ratio if row.ratio is not None else 1.0))
+    spread = (min(ratios), max(ratios))
+    return [
+        Row(
+            case=f"worst of {group}",
+            metric=metric,
+            ours=worst.ours,
+            baseline=worst.baseline,
+            ratio=worst.ratio,
+            spread=spread,
+        )
+    ]
+
+
+def tables(cases: Sequence[Case]) -> str:
+    """Step times, overhead removed, and links, one line per case."""
+    return "\n\n".join(
+        [
+            "step time in ms",
+            _table(cases, lambda case, way: number(median(case.ns(way)) / _MS), COLUMNS),
+            "share of vanilla's communication overhead that is gone",
+            _table(cases, lambda case, way: percent(median(case.removed(way))), COLUMNS[2:]),
+            "end-to-end time saved of vanilla's",
+            _table(cases, lambda case, way: percent(_saved(case, way)), COLUMNS[2:]),
+            "measured over formula",
+            _table(cases, lambda case, way: f"{median(case.over_formula(way)):.3f}", COLUMNS[5:]),
+            "links",
+            _links(cases),
+        ]
+    )
+
+
+def _saved(case: Case, way: str) -> float:
+    pairs = zip(case.ns(way), case.ns(VANILLA), strict=True)
+    return median(1 - own / vanilla for own, vanilla in pairs)
+
+
+def _table(cases: Sequence[Case], cell: Callable[[Case, str], str], ways: Sequence[str]) -> str:
+    header = ("block", "case", "t_p/t_c", *ways)
+    rows = [
+        (
+            case.shape.block,
+            case.group,
+            f"{case.ratio:g}",
+            *(cell(case, way) if way in case.ways else "-" for way in ways),
+        )
+        for case in cases
+    ]
+    return aligned(header, rows, text_columns=2)
+
+
+def _links(cases: Sequence[Case]) -> str:
+    figures = ("Mbit/s", "t_c ms", "t_p ms", "transport CPU", "CPU vs vanilla")
+    header = ("block", "case", "t_p/t_c", *figures)
+    rows = []
+    for case in cases:
+        calibration = case.calibration
+        compute = hidden_under_ns(calibration["parts_ns"], case.ranks)
+        sent, cpu = calibration["transfer_ns"], calibration["transfer_cpu_ns"]
+        spent = [median(case.ways[way]["cpu_ns"]) for way in (case.ours, VANILLA)]
+        rows.append(
+            (
+                case.shape.block,
+                case.group,
+                f"{case.ratio:g}",
+                number(calibration["rate_mbit"]),
+                number(compute / _MS),
+                number(sent / _MS),
+                percent(cpu / sent),
+                f"{spent[0] / spent[1]:.2f}x",
+            )
+        )
+    return aligned(header, rows, text_columns=2)

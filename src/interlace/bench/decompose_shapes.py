@@ -1,0 +1,84 @@
+"""The blocks of `interlace bench decompose` and the ways to run them, as names and sizes."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+COMPUTE = "compute"
+"""Nothing is sent: the block on rows that were gathered before, without the sum over ranks."""
+VANILLA = "vanilla"
+"""Collectives and matmuls in turn, each waited for at once."""
+SLICES = {"slicing 2": 2, "slicing 4": 4, "slicing 8": 8}
+VARIANTS = ("ring", "direct", "bidirectional")
+QUERY_SPLIT = "query-split"
+"""Attention and output projection by query slices; the gather before it is `ring`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """One block, in float32."""
+
+    block: Literal["mlp", "attention"]
+    width: int
+    rows: int
+    """Of one rank."""
+    head_size: int = 128
+    causal: bool = False
+    """Of attention: with a mask, slices of queries differ in work."""
+    ratios: tuple[float, ...] = (0.5, 0.8, 1.5)
+    """Transfer time over compute time of a slice, at each of which it is run."""
+    flops_per_s: float | None = None
+    """Speed of emulated compute; None computes."""
+
+    @property
+    def name(self) -> str:
+        """`mlp`, `attention` or `causal attention`."""
+        return f"causal {self.block}" if self.causal else self.block
+
+    @property
+    def slice_bytes(self) -> int:
+        """What one transfer of a decomposed collective moves."""
+        return self.rows * self.width * 4
+
+    def ways(self, ranks: int) -> tuple[str, ...]:
+        """All ways to run it, in turn order; between two ranks all variants are the ring."""
+        variants = VARIANTS if ranks > 2 else VARIANTS[:1]
+        split = (QUERY_SPLIT,) if self.block == "attention" else ()
+        return (COMPUTE, VANILLA, *SLICES, *variants, *split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all ranks of one world measure."""
+
+    shapes: tuple[Shape, ...]
+    turns: int
+    """Timed steps of each way, forward and again forward + backward; one comes before them."""
+    emulated_links: bool = False
+    """Links made in user space, where ranks are no hosts of a lab."""
+
+
+def hidden_under_ns(parts_ns: Mapping[str, int], ranks: int) -> int:
+    """What is computed while one slice of a reduce-scatter travels: of attention a query slice,
+    then its rows of the output projection. `parts_ns` as in `decompose_job.Calibration`."""
+    return parts_ns["scatter"] + parts_ns.get("attention", 0) // ranks
+
+
+def read_job(path: Path) -> Job:
+    """The job that `write_job` wrote."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    shapes = tuple(map(shape_of, fields.pop("shapes")))
+    return Job(shapes=shapes, **fields)
+
+
+def shape_of(fields: Mapping[str, Any]) -> Shape:
+    """The shape whose fields these are; JSON made a list of the ratios."""
+    values: dict[str, Any] = {**fields, "ratios": tuple(fields["ratios"])}
+    return Shape(**values)
+
+
+def write_job(job: Job, path: Path) -> None:
+    """For the ranks of a world to read."""
+    path.write_text(json.dumps(asdict(job)), encoding="utf-8")

@@ -1,0 +1,145 @@
+"""Training with decomposed collectives, with two strands, with both and with neither."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from interlace.bench.results import Row, speedup
+from interlace.bench.strands import Point, Size, measure, rate_for
+from interlace.report.tables import aligned, number, percent
+
+MODES = {
+    "eager": "eager",
+    "plain-1": "one strand",
+    "1": "decomposed",
+    "plain-2": "two strands",
+    "2": "both",
+}
+"""Ways to run a step, and what people read for them."""
+_PLAIN = (("parallel.tensor", 2),)
+_DECOMPOSED = (*_PLAIN, ("overlap.decompose", "auto"))
+_CALIBRATION = Point(ratio=0.0, micro_batches=2, modes=("1",))
+
+
+def _points(*micro_batches: int, ratio: float) -> tuple[Point, ...]:
+    return tuple(Point(ratio=ratio, micro_batches=n, modes=tuple(MODES)) for n in micro_batches)
+
+
+FULL = Size(
+    layers=2,
+    width=2048,
+    sequence_length=128,
+    steps=3,
+    points=_points(2, 8, ratio=0.5),
+    layout=_DECOMPOSED,
+)
+QUICK = Size(
+    layers=1,
+    width=512,
+    sequence_length=256,
+    steps=2,
+    points=_points(2, ratio=0.0),
+    calibration_rate="1gbit",
+    layout=_DECOMPOSED,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCase:
+    """One number of micro-batches."""
+
+    target: float
+    """Communication time over compute time that the rate was chosen for; 0 if it was given."""
+    rate: str
+    micro_batches: int
+    modes: Mapping[str, Any]
+    """`modes` of comparison.json."""
+
+    @property
+    def name(self) -> str:
+        """Label of the rows."""
+        return f"training, TP 2, {self.micro_batches} micro-batches"
+
+    @property
+    def achieved(self) -> float:
+        """Communication over compute time of one strand without decomposition."""
+        plain = self.modes["plain-1"]
+        return plain["communication_ms"] / plain["compute_ms"]
+
+    def step_ms(self, mode: str) -> list[float]:
+        """Times of the counted steps; the first step of each way only warms up."""
+        return self.modes[mode]["step_ms"][1:]
+
+
+def measure_training(size: Size, folder: Path) -> list[TrainCase]:
+    """Run every point, at rates that follow from a short run of one strand and from the point
+    before; a point of ratio 0 runs at `size.calibration_rate`."""
+    rate, one = size.calibration_rate, {}
+    if any(point.ratio for point in size.points):
+        plain = replace(size, layout=_PLAIN)
+        _, comparison = measure(plain, _CALIBRATION, rate, folder / "calibration")
+        one = comparison["modes"]["1"]
+    cases = []
+    for point in size.points:
+        rate = rate_for(point.ratio, one, rate) if point.ratio else size.calibration_rate
+        directory = folder / f"{point.micro_batches}-micro-batches"
+        _, comparison = measure(size, point, rate, directory)
+        one = comparison["modes"]["plain-1"]
+        cases.append(
+            TrainCase(
+                target=point.ratio,
+                rate=rate,
+                micro_batches=point.micro_batches,
+                modes=comparison["modes"],
+            )
+        )
+        print(f"{cases[-1].name} at {rate} done", file=sys.stderr)
+    return cases
+
+
+def rows_of(case: TrainCase) -> list[Row]:
+    """Speed-ups of step times; repeats pair step i of one way with step i of the other."""
+    achieved = Row(
+        case=case.name,
+        metric="communication_over_compute",
+        ours=case.achieved,
+        baseline=case.target,
+        ratio=case.achieved / case.target if case.target else None,
+        spread=None,
+    )
+
+    def row(metric: str, ours: str, baseline: str) -> Row:
+        return speedup(case.name, metric, case.step_ms(ours), case.step_ms(baseline))
+
+    better = min(("1", "plain-2"), key=lambda mode: median(case.step_ms(mode)))
+    return [
+        achieved,
+        row("decompose_vs_eager", "1", "eager"),
+        row("decompose_vs_one_strand", "1", "plain-1"),
+        row("strands_vs_one_strand", "plain-2", "plain-1"),
+        row("both_vs_eager", "2", "eager"),
+        row("both_vs_one_strand", "2", "plain-1"),
+        row("both_vs_better_of_two", "2", better),
+    ]
+
+
+def tables(cases: Sequence[TrainCase]) -> str:
+    """Step times and hidden fractions, one line per number of micro-batches."""
+    header = ("training", "link", "measured", *MODES.values())
+    times = []
+    hidden = []
+    for case in cases:
+        start = (case.name, case.rate, f"{case.achieved:.2f}x")
+        times.append((*start, *(number(median(case.step_ms(mode))) for mode in MODES)))
+        hidden.append((*start, *(percent(case.modes[mode]["hidden_fraction"]) for mode in MODES)))
+    return "\n\n".join(
+        [
+            "training, step time in ms",
+            aligned(header, times, text_columns=1),
+            "training, communication hidden",
+            aligned(header, hidden, text_columns=1),
+        ]
+    )
