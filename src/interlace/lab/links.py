@@ -162,6 +162,7 @@ class EmulatedProcessGroup(dist.ProcessGroup):
         # torch makes a group that calls Python back only by this signature, missing in its stubs.
         super().__init__(rank, size)  # pyrefly: ignore
         self.link = link
+        self._store = store
         self.gloo = dist.ProcessGroup(store, rank, size)
         backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         # Registered on this group too, because torch asks it for its devices and its name.
@@ -208,6 +209,10 @@ class EmulatedProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+    def get_group_store(self) -> dist.Store:
+        """The store that its ranks met at."""
+        return self._store
 
     def send(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> dist.Work:
         """Occupies the outbound side; gloo takes the receiver and the tag."""

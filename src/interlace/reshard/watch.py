@@ -1,0 +1,173 @@
+"""The watchdog of training, for the ranks of one resharding and for as long as it is under way.
+
+The training watchdog begins and ends with the whole world, and every rank watches its neighbour.
+Here a rank watches the peers that it waits for, since another may not have begun yet; what it
+finds out ends all ranks of the transfer, through a verdict in the store, as in training.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import torch.distributed as dist
+
+from interlace.reshard.meeting import Pauses
+from interlace.runtime.heartbeat import DIED_HINT, Ring, Verdict
+from interlace.runtime.identity import ProcessIdentity
+from interlace.runtime.watchdog import Watchdog
+
+HEARTBEAT_S = 0.5
+DEAD_AFTER_S = 3.0
+
+_DONE = "done"
+_LOOK_S = 0.3  # the host of the store asks this long at once: the watchdog must see rounds go on
+_HOST_STAYS_S = 60.0
+
+
+class PeerRing(Ring):
+    """The heartbeats of the n-th transfer of a plan; only awaited peers are watched.
+
+    A beat is "n counter", or "n done". The keys serve all transfers of a plan.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        people: Mapping[int, ProcessIdentity],
+        rank: int,
+        number: int,
+        *,
+        hosts_store: bool,
+    ) -> None:
+        super().__init__(
+            store, people[rank], len(people), heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_AFTER_S
+        )
+        self.store_host = people.get(0) or _unknown_host()
+        self.awaited: tuple[int, ...] = ()
+        """The ranks that the main thread waits for; set by it."""
+        self._people = people
+        self._number = number
+        self._hosts_store = hosts_store
+        self._heard: dict[int, str] = {}
+        self._silence_s: dict[int, float] = {}
+        self._stays_until = 0.0
+
+    def round(self) -> Verdict | None:
+        """One heartbeat and one look at the peers; the verdict if there is one by now."""
+        if not self._marked_stopped:
+            self._rounds += 1
+            self._beat(str(self._rounds))
+        if (verdict := self._parse(self._store.get("verdict"))) is not None:
+            return verdict
+        suspicion = self._suspect()
+        if suspicion is None or self._suspect() is None:  # by now it may be done
+            return None
+        held = self.decide(suspicion)
+        if held == suspicion and held.rank is not None:
+            self._people[held.rank].kill()  # paused on this host: its end frees who waits for it
+        return held
+
+    def stop(self) -> bool:
+        """Says that this rank is done; True once it may go.
+
+        The process that hosts the store stays until all ranks of the transfer are done.
+        """
+        if not self._marked_stopped:
+            self._marked_stopped = True
+            self._beat(_DONE)
+            self._store.add("done", 1)
+            self._stays_until = time.monotonic() + _HOST_STAYS_S
+        if not self._hosts_store:
+            return True
+        return (
+            self._reaches("done", self._number * len(self._people), _LOOK_S)
+            or time.monotonic() > self._stays_until
+        )
+
+    def acknowledge(self, verdict: Verdict) -> None:
+        """Counts this rank as one that knows; the host of the store lets the others read."""
+        self._store.add("seen", 1)
+        if self._hosts_store:
+            others = len(self._people) - (verdict.rank not in (0, None))
+            self._reaches("seen", others, 1.5 * HEARTBEAT_S)
+
+    def pause_s(self) -> float:
+        """Time until the next round: a heartbeat, or less if a peer is dead before."""
+        longest_s = max(self._silence_s.values(), default=0.0)
+        return max(0.01, min(HEARTBEAT_S, DEAD_AFTER_S - longest_s))
+
+    def _beat(self, state: str) -> None:
+        self._store.set(f"beat/{self._rank}", f"{self._number} {state}")
+
+    def _reaches(self, counter: str, goal: int, timeout_s: float) -> bool:
+        sleeps = Pauses(timeout_s)
+        while self._store.add(counter, 0) < goal:
+            if not sleeps.next():
+                return False
+        return True
+
+    def _suspect(self) -> Verdict | None:
+        """A suspicion about a peer that the main thread waits for."""
+        now = time.monotonic()
+        # Only time in which this rank looked: after its own pause it accuses nobody.
+        observed_s = min(now - self._last_look, 2 * HEARTBEAT_S)
+        self._last_look = now
+        awaited = self.awaited
+        self._silence_s = {peer: self._silence_s.get(peer, 0.0) for peer in awaited}
+        for peer in awaited:
+            key = f"beat/{peer}"
+            beat = self._store.get(key).decode() if self._store.check([key]) else "0 "
+            number, _, state = beat.partition(" ")
+            if int(number) > self._number or (int(number) == self._number and state == _DONE):
+                continue
+            if self._people[peer].ended():
+                return Verdict(peer, f"{self._people[peer]} died", DIED_HINT)
+            alive = int(number) < self._number or beat != self._heard.get(peer)
+            self._heard[peer] = beat
+            self._silence_s[peer] = 0.0 if alive else self._silence_s[peer] + observed_s
+            if self._silence_s[peer] >= DEAD_AFTER_S:
+                message = f"{self._people[peer]} is silent for {self._silence_s[peer]:.1f} s"
+                return Verdict(peer, message, "it is paused, swapped out or cut off")
+        return None
+
+
+class TransferWatch(Watchdog):
+    """Ends all ranks of one transfer within 5 s when a rank that is waited for dies or stalls.
+
+    Entered by each rank when it begins the transfer, without waiting for the others, and left when
+    it is done. On a fault it acts as `Watchdog`: a blocked process prints the error and exits with
+    43 (45 if the store is gone); otherwise the context raises PeerError.
+
+    `store` is a connection that nobody else uses; `people` are the ranks of the plan.
+    """
+
+    def __init__(
+        self, store: dist.Store, people: Mapping[int, ProcessIdentity], rank: int, number: int
+    ) -> None:
+        super().__init__(
+            store, rank, len(people), heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_AFTER_S
+        )
+        hosts_store = rank == 0 and not self._launcher_hosts_store
+        self._peers = PeerRing(store, people, rank, number, hosts_store=hosts_store)
+
+    def __enter__(self) -> Self:
+        self._peers.join()
+        self._ring = self._peers
+        self._heart = threading.Thread(target=self._beat, name="interlace-heartbeat", daemon=True)
+        self._heart.start()
+        threading.Thread(target=self._guard, name="interlace-dead-man", daemon=True).start()
+        return self
+
+    def waits_for(self, peers: Sequence[int]) -> None:
+        """Names the ranks that the main thread is about to wait for; () if it waits no more."""
+        self._peers.awaited = tuple(peers)
+
+    def raise_verdict(self) -> None:
+        """Raises PeerError if the transfer has been given up."""
+        if self._verdict is not None:
+            raise self._verdict.error()
+
+
+def _unknown_host() -> ProcessIdentity:
+    return ProcessIdentity(rank=0, host="another host", pid=0, kernel="", started="")

@@ -1,0 +1,236 @@
+"""Proves that no rank of a resharding hangs: a peer that dies, stalls, fails or never comes is
+named by the others in bounded time.
+
+Real processes, real signals; the timeout of the process group is 600 s, so that nothing but the
+watchdog of the transfer can end a blocked rank in time.
+"""
+
+import signal
+import time
+
+import pytest
+from processes import RankResult, Ranks, gloo_group, run_ranks, start_ranks
+
+from interlace.runtime.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE
+
+pytestmark = pytest.mark.gloo
+SURVIVORS_END_WITHIN_S = 5.0
+WORLD = 3
+
+
+def move_for_ever() -> None:
+    """A child: 32 MB from ranks 0 and 1 to all three, again and again."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from interlace.reshard import ReshardPlan
+
+    with gloo_group(600):
+        source, target = DeviceMesh("cpu", torch.tensor([0, 1])), DeviceMesh("cpu", [0, 1, 2])
+        rank = dist.get_rank()
+        tensors = None
+        if rank < 2:
+            local = torch.full((2000, 2000), float(rank))
+            tensors = {"x": DTensor.from_local(local, source, [Shard(0)], run_check=False)}
+        plan = ReshardPlan.of(tensors, target, [Replicate()])
+        for step in range(10**9):
+            plan.start(tensors).wait()
+            if step == 2:
+                print("under way", flush=True)
+
+
+def survivors(ranks: Ranks, culprit: int, fault_at: float) -> list[RankResult]:
+    """All others, once they have ended: in time, with an error that names the culprit."""
+    results = ranks.wait([r for r in range(WORLD) if r != culprit])
+    for result in results:
+        after_s = result.ended_at - fault_at
+        print(f"rank {result.rank}: exit {result.returncode} after {after_s:.2f} s")
+        print(result.stderr)
+        assert result.returncode in {1, PEER_EXIT_CODE, STORE_EXIT_CODE}
+        assert after_s < SURVIVORS_END_WITHIN_S
+        assert f"rank {culprit} (" in result.stderr
+        assert f"pid {ranks.pid(culprit)})" in result.stderr
+    return results
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit"),
+    [(signal.SIGKILL, 1), (signal.SIGKILL, 2), (signal.SIGSTOP, 0), (signal.SIGSTOP, 2)],
+)
+def test_a_rank_killed_or_paused_in_mid_transfer_is_named(fault: int, culprit: int) -> None:
+    """Rank 0 also hosts the store; rank 2 only receives and forwards."""
+    with start_ranks("test_reshard_failures:move_for_ever", WORLD, timeout_s=120) as ranks:
+        for rank in range(WORLD):
+            ranks.wait_for(rank, "under way")
+        survivors(ranks, culprit, ranks.signal(culprit, fault))
+        assert ranks.wait([culprit])[0].returncode == -signal.SIGKILL  # also when only paused
+
+
+def fail_alone(how: str) -> None:
+    """A child: rank 1 does not do its part; all say what they learn of it."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from interlace.errors import InterlaceError
+    from interlace.reshard import ReshardPlan, Settings, reshard
+
+    with gloo_group(600):
+        mesh, settings = DeviceMesh("cpu", [0, 1, 2]), Settings(timeout_s=3.0)
+        faulty = dist.get_rank() == 1
+        local = torch.ones(4, 6)
+        x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        dist.barrier()  # importing takes ranks that share a core unequally long
+        try:
+            if how == "never calls":
+                if not faulty:
+                    reshard(x, mesh, [Replicate()], settings=settings)
+            else:
+                plan = ReshardPlan.of({"x": x}, mesh, [Replicate()], settings=settings)
+                if not faulty:
+                    plan.start({"x": x}).wait()
+                elif how == "starts with another tensor":
+                    plan.start({"x": x.to(torch.float64)})
+        except InterlaceError as error:
+            print(f"{type(error).__name__}: {error.message}", flush=True)
+        assert torch.equal(local, torch.ones(4, 6))
+        if faulty:
+            time.sleep(8.0)  # alive: the others must not wait for its end
+
+
+@pytest.mark.parametrize(
+    ("how", "of_others", "of_faulty"),
+    [
+        ("never calls", "PeerError: rank 1 has not joined the resharding within 3 s", ""),
+        ("never starts", "PeerError: rank 1 has not begun the transfer within 3 s", ""),
+        (
+            "starts with another tensor",
+            "PeerError: rank 1 refused to begin the transfer: given 'x' float64[12, 6] (S(0)), "
+            "planned 'x' float32[12, 6] (S(0))",
+            "InputError: given 'x' float64[12, 6] (S(0)), planned 'x' float32[12, 6] (S(0))",
+        ),
+    ],
+)
+def test_a_rank_that_does_not_do_its_part_is_named(
+    how: str, of_others: str, of_faulty: str
+) -> None:
+    with start_ranks("test_reshard_failures:fail_alone", WORLD, args=[how], timeout_s=120) as ranks:
+        results = ranks.wait([0, 2])
+        assert 1 in ranks.running(), ranks.report()
+        assert ranks.output(1).strip() == of_faulty
+    for result in results:
+        assert result.stdout.strip() == of_others, result
+
+
+def wrong_calls() -> dict[str, str]:
+    """A child: calls that must be refused, by what is wrong with them, with what each rank says."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    import interlace
+    from interlace.errors import InputError
+    from interlace.reshard import Move, ReshardPlan, Settings
+
+    with gloo_group(60):
+        rank = dist.get_rank()
+        pair, all_three = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 1, 2])
+        square = DeviceMesh("cpu", [[0], [1]])
+        local = torch.full((4, 6), float(rank))
+
+        def on(mesh: DeviceMesh, part: torch.Tensor = local) -> DTensor | None:
+            inside = rank in mesh.mesh.flatten().tolist()
+            return DTensor.from_local(part, mesh, [Shard(0)], run_check=False) if inside else None
+
+        def plan(dtype: torch.dtype, **changes: object) -> ReshardPlan:
+            move = {"shape": (8, 6), "dtype": dtype, "src_mesh": pair, "dst_mesh": all_three}
+            places = {"src_placements": [Shard(0)], "dst_placements": [Replicate()]}
+            return ReshardPlan({"x": Move(**(move | places | changes))})
+
+        def plan_only() -> None:
+            plan(torch.float32)
+
+        odd = torch.float16 if rank == 1 else torch.float32
+        uneven = DTensor.from_local(
+            local[: 4 - rank], pair, [Replicate()], run_check=False, shape=(4, 6), stride=(6, 1)
+        )
+        other = {"x": on(all_three)}
+        calls = {
+            "no tensor": lambda: interlace.reshard(None, pair, [Shard(0)]),
+            "too few placements": lambda: interlace.reshard(on(pair), square, [Shard(0)]),
+            "dimension": lambda: interlace.reshard(on(pair), pair, [Shard(2)]),
+            "partial": lambda: interlace.reshard(on(pair), pair, [Partial()]),
+            "dtype differs": lambda: interlace.reshard(on(pair, local.to(odd)), pair, [Shard(1)]),
+            "not on src_mesh": lambda: interlace.reshard(
+                on(all_three), all_three, [Shard(1)], all_three if rank else pair
+            ),
+            "local shape": lambda: interlace.reshard(
+                uneven if rank < 2 else None, pair, [Shard(0)]
+            ),
+            "destination differs": lambda: interlace.reshard(
+                on(pair), pair, [Shard(1) if rank == 2 else Shard(0)]
+            ),
+            "described apart": lambda: plan(odd),
+            "settings differ": lambda: interlace.reshard(
+                on(pair), pair, [Shard(1)], settings=Settings(chunk_bytes=8 * (1 + rank))
+            ),
+            "strategy": lambda: interlace.reshard(
+                on(pair), pair, [Shard(1)], settings=Settings(strategy="ring")
+            ),
+            "memory": lambda: Settings(memory_bytes=10),
+            "unknown name": lambda: plan(torch.float32).start({"y": None}),
+            "missing name": lambda: plan(torch.float32).start({}) if rank < 2 else plan_only(),
+            "wrong mesh": lambda: plan(torch.float32).start(other) if rank < 2 else plan_only(),
+        }
+        found = {}
+        for what, call in calls.items():
+            try:
+                call()
+                found[what] = "nothing"
+            except InputError as error:
+                found[what] = error.message if error.hint else "no hint"
+        assert torch.equal(local, torch.full((4, 6), float(rank)))
+        dist.barrier()  # rank 0 hosts the store
+        return found
+
+
+REFUSED = {
+    "no tensor": "no rank gave a tensor",
+    "too few placements": "x: dst: 1 placements for a mesh of 2 axes",
+    "dimension": "x: dst: Shard(dim=2) for a tensor of 2 dimensions",
+    "partial": "x: dst: a destination cannot be partial",
+    "dtype differs": "rank 1 has 'x' float16[8, 6] (S(0)) where rank 0 has 'x' float32[8, 6] "
+    "(S(0))",
+    "not on src_mesh": "a tensor is not on src_mesh, whose ranks are [0, 1]",
+    "local shape": "x: this rank holds [3, 6] where its placements say [4, 6]",
+    "destination differs": "rank 2 has another destination than rank 0: (S(1)) on a 2 mesh of "
+    "ranks [0, 1], not (S(0)) on a 2 mesh of ranks [0, 1]",
+    "described apart": "rank 1 has another description than rank 0: 'x' float16[8, 6] (S(0)) on a "
+    "2 mesh of ranks [0, 1] to (R) on a 3 mesh of ranks [0, 1, 2], not 'x' float32[8, 6]",
+    "settings differ": "rank 1 has another plan than rank 0",
+    "strategy": "unknown strategy 'ring'",
+    "memory": "memory_bytes = 10",
+    "unknown name": "the plan has no tensor 'y'",
+    "missing name": "'x' is missing",
+    "wrong mesh": "given 'x' float32[12, 6] (S(0)) on ranks [0, 1, 2], planned 'x' float32[8, 6]",
+}
+ONE_RANK_IS_WRONG = {"not on src_mesh": 0, "local shape": 1}
+NOT_ON_RANK_2 = {"missing name", "wrong mesh"}
+
+
+def test_wrong_calls_are_refused_by_all_ranks_alike() -> None:
+    """With the reason on the rank that is wrong, and its name on the others; the sources stay."""
+    results = run_ranks("test_reshard_failures:wrong_calls", WORLD, timeout_s=120)
+    for result in results:
+        assert result.value.keys() == REFUSED.keys()
+        for what, message in result.value.items():
+            culprit = ONE_RANK_IS_WRONG.get(what, result.rank)
+            refused = f"rank {culprit} refused: " if culprit != result.rank else ""
+            if result.rank == 2 and what in NOT_ON_RANK_2:
+                assert message == "nothing"
+            else:
+                assert message.startswith(refused + REFUSED[what]), (result.rank, what, message)
