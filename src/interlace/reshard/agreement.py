@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ class Agreement:
     wire: Wire
     roll: Roll
     watch_store: dist.Store
-    """With `watch` a connection for the heartbeats alone: the main thread may block in its own."""
+    """With `watch` on a connection for heartbeats alone: the main thread may block in its own."""
 
 
 def agree_on_moves(specs: Mapping[str, Move], settings: Settings) -> Agreement:
@@ -152,9 +153,6 @@ def _agree(
         rank: ProcessIdentity.from_json(claim["who"]).seen_from_here()
         for rank, claim in claims.items()
     }
-    own = _store()
-    if settings.watch:
-        own = getattr(own, "clone")()  # noqa: B009 - the type stub lacks it
     return Agreement(
         items=items,
         plan=plan,
@@ -164,7 +162,9 @@ def _agree(
         device=device,
         wire=wire,
         roll=Roll(meeting.store, meeting.rank),
-        watch_store=dist.PrefixStore(f"{meeting.session}/watch", own),
+        watch_store=dist.PrefixStore(
+            f"{meeting.session}/watch", _watch_connection() if settings.watch else _store()
+        ),
     )
 
 
@@ -246,6 +246,21 @@ def _group(settings: Settings) -> dist.ProcessGroup:
     group = settings.group or dist.group.WORLD
     assert group is not None
     return group
+
+
+_WATCH_CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
+"""Of each world one, for as long as it exists. A new connection to the store asks a name server
+on both ends: a burst of them, one per transfer, stood still for 5 s at a time."""
+
+
+def _watch_connection() -> dist.Store:
+    """A connection of its own to the store of the default group."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _WATCH_CONNECTIONS:
+        clone = getattr(_store(), "clone")  # noqa: B009 - the type stub lacks it
+        _WATCH_CONNECTIONS[world] = clone()
+    return _WATCH_CONNECTIONS[world]
 
 
 def _store() -> dist.Store:
