@@ -18,7 +18,9 @@ from interlace.runtime.identity import ProcessIdentity
 from interlace.runtime.watchdog import Watchdog
 
 HEARTBEAT_S = 0.5
-DEAD_AFTER_S = 3.0
+DEAD_AFTER_S = 2.5
+"""The host of the store counts as dead 0.5 s later, and ranks end at most 1.5 s after that: 5 s are
+promised."""
 
 _DONE = "done"
 _LOOK_S = 0.3  # the host of the store asks this long at once: the watchdog must see rounds go on
