@@ -41,6 +41,7 @@ class Flight:
         buffers: Buffers,
         outstanding: int,
         wait_for: Callable[[dist.Work, int], None],
+        explain: Callable[[RuntimeError, int], Exception],
     ) -> None:
         self._program = program
         self._shards = shards
@@ -48,6 +49,7 @@ class Flight:
         self._buffers = buffers
         self._outstanding = outstanding
         self._wait_for = wait_for
+        self._explain = explain
         self._next = 0
         self._pending: dict[int, _Pending] = {}
 
@@ -104,7 +106,10 @@ class Flight:
             if operation.sends:
                 pack(message, self._shards, data)
         begin = self._wire.send if operation.sends else self._wire.receive
-        work = begin(data, operation.peer)
+        try:
+            work = begin(data, operation.peer)
+        except RuntimeError as error:  # gloo raises here if it knows that the peer is gone
+            raise self._explain(error, operation.peer) from error
         self._pending[self._next] = _Pending(operation, work, data, buffer)
         return True
 

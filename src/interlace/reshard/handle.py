@@ -43,14 +43,20 @@ class Peers:
         with self.awaited([peer]):
             try:
                 work.wait()
-            except RuntimeError as error:  # what gloo raises may blame a healthy peer
-                known = self.watch.explain(error) if self.watch is not None else None
-                broken = PeerError(
-                    f"the transfer with rank {peer} broke: {str(error)[:300]}",
-                    ranks=[peer],
-                    hint="see the end of its output",
-                )
-                raise known or broken from error
+            except RuntimeError as error:
+                raise self.explained(error, peer) from error
+
+    def explained(self, error: RuntimeError, peer: int) -> PeerError:
+        """Who is at fault when a message with `peer` broke; what gloo raises may blame others."""
+        known = None
+        if self.watch is not None:
+            self.watch.waits_for([peer])
+            known = self.watch.explain(error)
+        return known or PeerError(
+            f"the transfer with rank {peer} broke: {str(error)[:300]}",
+            ranks=[peer],
+            hint="see the end of its output",
+        )
 
     @contextlib.contextmanager
     def awaited(self, peers: Sequence[int]) -> Iterator[None]:
@@ -120,6 +126,7 @@ class Handle:
             buffers=self._buffers,
             outstanding=outstanding,
             wait_for=peers.wait_for if self._stream is None else _order_behind,
+            explain=peers.explained,
         )
         self._partners = sorted({operation.peer for operation in program.operations})
         if self._stream is not None and peers.watch is not None:

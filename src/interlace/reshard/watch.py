@@ -12,6 +12,7 @@ from typing import Self
 
 import torch.distributed as dist
 
+from interlace.errors import PeerError
 from interlace.reshard.meeting import Pauses
 from interlace.runtime.heartbeat import DIED_HINT, Ring, Verdict
 from interlace.runtime.identity import ProcessIdentity
@@ -48,6 +49,8 @@ class PeerRing(Ring):
         self.store_host = people.get(0) or _unknown_host()
         self.awaited: tuple[int, ...] = ()
         """The ranks that the main thread waits for; set by it."""
+        self.broken = False
+        """Whether a message to or from them broke: then one that was done may have died since."""
         self._people = people
         self._number = number
         self._hosts_store = hosts_store
@@ -121,10 +124,11 @@ class PeerRing(Ring):
             key = f"beat/{peer}"
             beat = self._store.get(key).decode() if self._store.check([key]) else "0 "
             number, _, state = beat.partition(" ")
-            if int(number) > self._number or (int(number) == self._number and state == _DONE):
-                continue
-            if self._people[peer].ended():
+            done = int(number) > self._number or (int(number) == self._number and state == _DONE)
+            if (not done or self.broken) and self._people[peer].ended():
                 return Verdict(peer, f"{self._people[peer]} died", DIED_HINT)
+            if done:
+                continue
             alive = int(number) < self._number or beat != self._heard.get(peer)
             self._heard[peer] = beat
             self._silence_s[peer] = 0.0 if alive else self._silence_s[peer] + observed_s
@@ -164,6 +168,11 @@ class TransferWatch(Watchdog):
     def waits_for(self, peers: Sequence[int]) -> None:
         """Names the ranks that the main thread is about to wait for; () if it waits no more."""
         self._peers.awaited = tuple(peers)
+
+    def explain(self, error: BaseException) -> PeerError | None:
+        """As in training; a peer that was done and has died since counts as well."""
+        self._peers.broken = True
+        return super().explain(error)
 
     def raise_verdict(self) -> None:
         """Raises PeerError if the transfer has been given up."""
