@@ -170,7 +170,7 @@ def test_training_compares_both_with_the_better_of_the_two() -> None:
         "plain-2": mode(125, 0.6),
         "2": mode(100, 0.95),
     }
-    trained = TrainCase(target=0.5, rate="500mbit", micro_batches=2, modes=modes)
+    trained = TrainCase(target=0.5, rate="500mbit", micro_batches=2, comparison={"modes": modes})
     rows = by_metric(decompose_train.rows_of(trained))
     expected = {
         "communication_over_compute": 1.0,

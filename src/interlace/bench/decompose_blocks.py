@@ -5,6 +5,7 @@ of the block's inner width: all-gather, column-parallel matmul, row-parallel mat
 Letters: n ranks, R rows of a rank, D width of the model.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -29,7 +30,10 @@ def build_block(shape: Shape, group: dist.ProcessGroup) -> "Block":
     return {"mlp": Mlp, "attention": Attention}[shape.block](shape, group)
 
 
-class Block:
+Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
+class Block(ABC):
     """What both blocks share. `shape.width` is D; weights are [outputs, inputs]."""
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
@@ -51,13 +55,13 @@ class Block:
         self.weights.append(made.requires_grad_())
         return made
 
+    @abstractmethod
     def forward(self, way: str) -> Tensor:
         """[R, D]; of COMPUTE [n R, D], the own part of the sum over ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parts(self) -> dict[str, Callable[[], Tensor]]:
         """Calls that compute one slice of each site."""
-        raise NotImplementedError
 
     def step(self, way: str, *, backward: bool) -> Tensor:
         """Forward and, with `backward`, gradients of x and of the weights; returns the output."""
@@ -81,7 +85,7 @@ class Block:
         if way == COMPUTE:
             return [self.all_rows @ weight.t() for weight in weights]
         if way == VANILLA:
-            rows = cast("Tensor", _Gather.apply(self.x, self.group))
+            rows = cast("Tensor", _Collective.apply(self.x, self.group, _gathered, _scattered))
             return [rows @ weight.t() for weight in weights]
         if way in SLICES:
             found = sliced_gather_matmul(
@@ -97,7 +101,9 @@ class Block:
         if way == COMPUTE:
             return x @ weight.t()
         if way == VANILLA:
-            return cast("Tensor", _Scatter.apply(x @ weight.t(), self.group))
+            return cast(
+                "Tensor", _Collective.apply(x @ weight.t(), self.group, _scattered, _gathered)
+            )
         if way in SLICES:
             return sliced_matmul_scatter(
                 x, weight, self.group, slices=SLICES[way], exchange="all_to_all"
@@ -184,25 +190,17 @@ def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received.view(group.size(), rows, -1).sum(0)
 
 
-class _Gather(Function):
+class _Collective(Function):
+    """A collective whose gradient is the other one: all-gather and reduce-scatter."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Exchange, back: Exchange
+    ) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _scattered(gradients[0], ctx.group), None
-
-
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scattered(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _gathered(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.back(gradients[0], ctx.group), None, None, None

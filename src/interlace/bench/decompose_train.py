@@ -1,13 +1,13 @@
 """Training with decomposed collectives, with two strands, with both and with neither."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from interlace.bench.results import Row, speedup
+from interlace.bench.strand_rows import Case
 from interlace.bench.strands import Point, Size, measure, rate_for
 from interlace.report.tables import aligned, number, percent
 
@@ -48,15 +48,8 @@ QUICK = Size(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCase:
-    """One number of micro-batches."""
-
-    target: float
-    """Communication time over compute time that the rate was chosen for; 0 if it was given."""
-    rate: str
-    micro_batches: int
-    modes: Mapping[str, Any]
-    """`modes` of comparison.json."""
+class TrainCase(Case):
+    """One number of micro-batches; a `target` of 0 if the rate was given."""
 
     @property
     def name(self) -> str:
@@ -70,8 +63,8 @@ class TrainCase:
         return plain["communication_ms"] / plain["compute_ms"]
 
     def step_ms(self, mode: str) -> list[float]:
-        """Times of the counted steps; the first step of each way only warms up."""
-        return self.modes[mode]["step_ms"][1:]
+        """Times of the counted steps."""
+        return self.timed(mode, "step_ms")
 
 
 def measure_training(size: Size, folder: Path) -> list[TrainCase]:
@@ -93,7 +86,7 @@ def measure_training(size: Size, folder: Path) -> list[TrainCase]:
                 target=point.ratio,
                 rate=rate,
                 micro_batches=point.micro_batches,
-                modes=comparison["modes"],
+                comparison=comparison,
             )
         )
         print(f"{cases[-1].name} at {rate} done", file=sys.stderr)
