@@ -273,7 +273,7 @@ class WatchdogConfig:
     """Whether ranks watch each other."""
     heartbeat_s: float = 0.5
     """Time between heartbeats."""
-    dead_after_s: float = 3.0
+    dead_after_s: float = 2.5
     """Silence after which a rank is taken for dead."""
 
 

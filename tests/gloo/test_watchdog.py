@@ -16,6 +16,7 @@ import psutil
 import pytest
 from processes import RankResult, Ranks, child_environment, gloo_group, start_ranks
 
+from interlace.config import WatchdogConfig
 from interlace.errors import InputError
 from interlace.runtime.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE, Watchdog
 
@@ -53,7 +54,15 @@ def default_watchdog(store, rank: int, world_size: int) -> Watchdog:
     def on_exit(message: str) -> None:
         print(f"on_exit: {message}", flush=True)
 
-    return Watchdog(store, rank, world_size, heartbeat_s=0.5, dead_after_s=3.0, on_exit=on_exit)
+    default = WatchdogConfig()
+    return Watchdog(
+        store,
+        rank,
+        world_size,
+        heartbeat_s=default.heartbeat_s,
+        dead_after_s=default.dead_after_s,
+        on_exit=on_exit,
+    )
 
 
 def misbehave(how: str) -> None:

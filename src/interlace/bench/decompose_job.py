@@ -210,8 +210,9 @@ def _transfer(shape: Shape, group: dist.ProcessGroup) -> tuple[int, int]:
     sent = torch.zeros(shape.rows, shape.width)
     received = torch.empty_like(sent)
     ops = [
-        dist.P2POp(dist.isend, sent, (rank + 1) % ranks, group=group),
-        dist.P2POp(dist.irecv, received, (rank - 1) % ranks, group=group),
+        # As `exchange.Link` does: gloo's connections are half duplex when the send comes first.
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
+        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks),
     ]
     samples = []
     for repeat in range(_REPEATS + 1):

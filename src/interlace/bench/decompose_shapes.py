@@ -24,6 +24,8 @@ class Shape:
     width: int
     rows: int
     """Of one rank."""
+    widening: int = 4
+    """Inner width of an MLP over `width`."""
     head_size: int = 128
     causal: bool = False
     """Of attention: with a mask, slices of queries differ in work."""

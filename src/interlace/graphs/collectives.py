@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from interlace.graphs.messages import Messages, exchange
 from interlace.graphs.torch_private import process_group
 from interlace.ir.graph import Kind
 
@@ -31,13 +32,17 @@ class Pending(NamedTuple):
     """A collective in flight; `output` must not be read before `work` is done."""
 
     output: Tensor
-    work: dist.Work
+    work: dist.Work | Messages
     part_of_buffer: bool = False
     """Whether `output` is a slice of a larger buffer that should not outlive the wait."""
 
 
 def _pending(output: Tensor, work: dist.Work | None, *, part_of_buffer: bool = False) -> Pending:
     return Pending(output, cast("dist.Work", work), part_of_buffer)  # async_op=True gives a work
+
+
+def _by_messages(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == "gloo"
 
 
 def wait(pending: Pending) -> Tensor:
@@ -49,9 +54,12 @@ def wait(pending: Pending) -> Tensor:
 def all_gather(x: Tensor, group_size: int, group_name: str) -> Pending:
     """[n, ...] per rank -> [group_size * n, ...]."""
     output = x.new_empty((x.shape[0] * group_size, *x.shape[1:]))
+    group = process_group(group_name)
+    if _by_messages(group):
+        inputs = [x.contiguous()] * group_size
+        return Pending(output, exchange(output, [x.shape[0]] * group_size, inputs, group))
     # torch 2.13 renamed the call; the old name warns there and the new one is unknown to 2.11.
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    group = process_group(group_name)
     return _pending(output, call(output, x.contiguous(), group=group, async_op=True))
 
 
@@ -67,7 +75,7 @@ def reduce_scatter(
     """
     group = process_group(group_name)
     rows = x.shape[0] // group_size
-    if dist.get_backend(group) == "gloo":
+    if _by_messages(group):
         buffer = _writable(x, consume=consume)
         work = dist.all_reduce(buffer, op=_REDUCE[reduce], group=group, async_op=True)
         part = buffer.narrow(0, group.rank() * rows, rows)
@@ -92,6 +100,9 @@ def all_to_all(
     """Rows are cut by `input_splits`; piece i goes to rank i."""
     output = x.new_empty((sum(output_splits), *x.shape[1:]))
     group = process_group(group_name)
+    if _by_messages(group):
+        inputs = x.contiguous().split(input_splits)
+        return Pending(output, exchange(output, output_splits, inputs, group))
     work = dist.all_to_all_single(
         output, x.contiguous(), output_splits, input_splits, group=group, async_op=True
     )

@@ -1,0 +1,83 @@
+"""Collectives on gloo that move rows without arithmetic, as messages: all receives, then all sends.
+
+gloo's own all-gather and all-to-all send first. A rank that calls a moment after its peer then
+writes its data at once, and its notice that it can receive waits behind them on the connection: the
+peer begins when this rank is done, and a link that could carry both directions at once carries one
+after the other. 8 MiB each way on a 500 Mbit/s link take 140 ms with the receives first, and
+between 140 and 280 ms otherwise.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+
+class Messages:
+    """Receives and sends under way, waited for as one work: `wait` and `get_future` as of a
+    `dist.Work`. gloo's messages have no futures, so one that is asked for has a thread."""
+
+    def __init__(self, works: Sequence[dist.Work], output: Tensor) -> None:
+        self._works = works
+        self._output = output
+        self._future: Future[Any] | None = None
+
+    def wait(self) -> None:
+        """Block until all have ended. Raises RuntimeError if one broke."""
+        if self._future is not None:
+            self._future.wait()
+            return
+        for work in self._works:
+            work.wait()
+        self._works = ()
+
+    def get_future(self) -> Future[Any]:
+        """Completes when all messages have ended, or with their error."""
+        if self._future is None:
+            self._future = Future()
+            threading.Thread(target=self._follow, args=(self._future,), daemon=True).start()
+        return self._future
+
+    def _follow(self, future: Future[Any]) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            future.set_exception(error)
+            return
+        future.set_result(self._output)
+
+
+def exchange(
+    output: Tensor,
+    output_splits: Sequence[int],
+    inputs: Sequence[Tensor | None],
+    group: dist.ProcessGroup,
+) -> Messages:
+    """Starts sending `inputs[i]` to rank i of the group and receiving `output_splits[i]` rows of
+    `output` from it; the own part is copied. Tensors are contiguous. What is empty is not sent, so
+    both ends must know it.
+    """
+    rank, ranks = group.rank(), group.size()
+    parts = output.split(list(output_splits))
+    works: list[dist.Work] = []
+    others = [(rank + distance) % ranks for distance in range(1, ranks)]
+    for source in reversed(others):
+        if parts[source].numel():
+            works.append(_started(dist.irecv(parts[source], group=group, group_src=source)))
+    for to in others:
+        sent = inputs[to]
+        if sent is not None and sent.numel():
+            works.append(_started(dist.isend(sent, group=group, group_dst=to)))
+    own = inputs[rank]
+    if own is not None and own.numel():
+        parts[rank].copy_(own)
+    return Messages(works, output)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group"
+    return work
