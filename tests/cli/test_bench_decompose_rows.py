@@ -8,7 +8,7 @@ import pytest
 
 from interlace.__main__ import main
 from interlace.bench import decompose_train
-from interlace.bench.decompose import FULL, QUICK, Sizes
+from interlace.bench.decompose import FULL, QUICK
 from interlace.bench.decompose_rows import (
     Case,
     expected_overhead_ns,
@@ -130,12 +130,14 @@ def test_tables_show_every_way_and_say_what_is_emulated() -> None:
     assert "97.5 %" in text
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(2, "real"), (4, "emulated")])
-@pytest.mark.parametrize("sizes", [FULL, QUICK])
-def test_every_shape_fits_its_ranks(sizes: Sizes, size: str, ranks: int) -> None:
-    """Inner width and heads divide, slices of a rank's rows are whole, enough turns are counted."""
-    job: Job = getattr(sizes, size)
+@pytest.mark.parametrize(("ranks", "job"), [*FULL.blocks, *QUICK.blocks])
+def test_every_shape_fits_its_ranks(ranks: int, job: Job) -> None:
+    """Inner width and heads divide, slices of a rank's rows are whole, enough turns are counted;
+    ranks that compute by a code path of their own do so in all shapes, and say it."""
     assert job.turns >= 1
+    assert len({shape.compatible for shape in job.shapes}) == 1
+    assert bool(job.environment) == job.shapes[0].compatible
+    assert bool(job.shapes[0].compute) == (ranks > 2 or job.shapes[0].compatible)
     for shape in job.shapes:
         assert shape.rows % 8 == 0
         assert shape.width % (ranks * shape.head_size) == 0
@@ -147,8 +149,8 @@ def test_every_shape_fits_its_ranks(sizes: Sizes, size: str, ranks: int) -> None
 
 def test_a_job_reaches_the_ranks_as_it_is(tmp_path: Path) -> None:
     """Through the file that they read."""
-    write_job(FULL.real, tmp_path / "job.json")
-    assert read_job(tmp_path / "job.json") == FULL.real
+    write_job(FULL.blocks[0][1], tmp_path / "job.json")
+    assert read_job(tmp_path / "job.json") == FULL.blocks[0][1]
 
 
 def mode(step_ms: float, hidden: float) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 MLP and attention blocks with the ratios of CommFuse's tables (inner width 4 D, transfer time of a
 slice 0.5 to 1.5 times its compute), forward and forward + backward, on links that are shaped for
-each. Two ranks have a core each and compute; four ranks share them and sleep as long as their
-matmuls would take, which is said in every row. All ways take turns step by step in one run, after
-an untimed step of each. gloo's reduce-scatter is an all-reduce inside: vanilla and slicing use an
-all-to-all and a local sum instead, which moves as few bytes as ours. Then a training run: eager,
-decomposed, two strands, both.
+each. Two ranks have a core each, which computes and does the copying of the link too, some 14 ms
+for 8 MiB each way; so that this is a few per cent of a transfer, they compute by MKL's code path
+for any CPU, at about a third of the speed. One case is at full speed. Four ranks share the cores
+and sleep as long as their matmuls would take. Both is said in every row. All ways take turns step
+by step in one run, after an untimed step of each. gloo's own collectives move more bytes, or use
+one direction of a link at a time: vanilla and slicing use those of `graphs.collectives`, and an
+all-to-all with a local sum for a reduce-scatter. Then a training run: eager, decomposed, two
+strands, both.
 """
 
 import json
@@ -34,38 +37,57 @@ _PARTS = ("all", "blocks", "training")
 class Sizes:
     """How much is run."""
 
-    real: Job
-    """Of two ranks."""
-    emulated: Job
-    """Of four."""
+    blocks: tuple[tuple[int, Job], ...]
+    """Ranks, and what they do."""
     training: Size
 
 
 FULL = Sizes(
-    real=Job(
-        shapes=(
-            # A slice's matmul packs the whole weight again, and its transfer takes CPU time: wide
-            # and long slices make both small beside what is hidden.
-            Shape(block="mlp", width=2048, rows=1024),
-            Shape(block="attention", width=2048, rows=1024, ratios=(0.8, 1.5)),
-            Shape(block="attention", width=2048, rows=512, causal=True, ratios=(0.5,)),
+    blocks=(
+        (
+            2,
+            Job(
+                # The copying of a link takes its core 12 to 15 ms for 8 MiB each way, whatever the
+                # rate; at full speed that is a tenth of what the block computes meanwhile.
+                shapes=(
+                    Shape(block="mlp", width=2048, rows=512, ratios=(0.8, 1.5), compatible=True),
+                    Shape(block="attention", width=2048, rows=512, ratios=(0.8,), compatible=True),
+                ),
+                turns=3,
+            ),
         ),
-        turns=3,
-    ),
-    emulated=Job(
-        shapes=(
-            Shape(block="mlp", width=1024, rows=256, flops_per_s=24e9),
-            Shape(block="attention", width=1024, rows=256, flops_per_s=18e9),
-        ),  # a transfer hides under 22 ms of compute
-        turns=2,
+        (2, Job(shapes=(Shape(block="mlp", width=2048, rows=1024, ratios=(0.8,)),), turns=3)),
+        (
+            4,
+            Job(
+                shapes=(
+                    Shape(block="mlp", width=1024, rows=256, flops_per_s=9e9),
+                    Shape(
+                        block="attention",
+                        width=1024,
+                        rows=256,
+                        flops_per_s=7e9,
+                        ratios=(0.8, 1.5),
+                    ),
+                ),  # a transfer hides under 60 ms of compute
+                turns=2,
+            ),
+        ),
     ),
     training=decompose_train.FULL,
 )
 QUICK = Sizes(
-    real=Job(shapes=(Shape(block="mlp", width=1024, rows=128, ratios=(0.8,)),), turns=2),
-    emulated=Job(
-        shapes=(Shape(block="attention", width=512, rows=128, ratios=(0.8,), flops_per_s=2e9),),
-        turns=1,
+    blocks=(
+        (2, Job(shapes=(Shape(block="mlp", width=1024, rows=128, ratios=(0.8,)),), turns=2)),
+        (
+            4,
+            Job(
+                shapes=(
+                    Shape(block="attention", width=512, rows=128, ratios=(0.8,), flops_per_s=2e9),
+                ),
+                turns=1,
+            ),
+        ),
     ),
     training=decompose_train.QUICK,
 )
@@ -80,7 +102,7 @@ def run(*, quick: bool, json_path: Path | None, part: str = "all") -> int:
     cases: list[Case] = []
     trained: list[TrainCase] = []
     if part != "training":
-        for ranks, job in ((2, sizes.real), (4, sizes.emulated)):
+        for ranks, job in sizes.blocks:
             cases += measure_blocks(ranks, job)
             print(f"{time.monotonic() - began:.0f} s: {ranks} ranks done", file=sys.stderr)
     if part != "blocks":
@@ -104,12 +126,14 @@ def measure_blocks(ranks: int, job: Job) -> list[Case]:
         told, result = Path(folder) / "job.json", Path(folder) / "cases.json"
         reason = _no_lab()
         write_job(replace(job, emulated_links=bool(reason)), told)
-        command = ["-m", "interlace.bench.decompose_job", str(told), str(result)]
+        rank = ["-m", "interlace.bench.decompose_job", str(told), str(result)]
+        settings = [f"{name}={value}" for name, value in job.environment.items()]
+        command = ["env", *settings, sys.executable, *rank]
         if reason:
             print(f"note: no network namespaces here ({reason}): emulated links", file=sys.stderr)
-            launch([sys.executable, *command], ranks=ranks)
+            launch(command, ranks=ranks)
         else:
-            code = hosts.run_in_lab(["python", *command], hosts=ranks, ranks_per_host=1, rate="")
+            code = hosts.run_in_lab(command, hosts=ranks, ranks_per_host=1, rate="")
             if code:
                 raise RunError(
                     f"the blocks on {ranks} ranks ended with exit code {code}",

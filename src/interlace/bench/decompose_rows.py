@@ -53,9 +53,8 @@ class Case:
     def group(self) -> str:
         """`TP 2, forward`: what is summed up together."""
         passes = "forward + backward" if self.backward else "forward"
-        emulated = ", emulated compute" if self.shape.flops_per_s else ""
         causal = ", causal" if self.shape.causal else ""
-        return f"TP {self.ranks}{emulated}{causal}, {passes}"
+        return f"TP {self.ranks}{self.shape.compute}{causal}, {passes}"
 
     @property
     def name(self) -> str:

@@ -24,8 +24,6 @@ class Shape:
     width: int
     rows: int
     """Of one rank."""
-    widening: int = 4
-    """Inner width of an MLP over `width`."""
     head_size: int = 128
     causal: bool = False
     """Of attention: with a mask, slices of queries differ in work."""
@@ -33,6 +31,15 @@ class Shape:
     """Transfer time over compute time of a slice, at each of which it is run."""
     flops_per_s: float | None = None
     """Speed of emulated compute; None computes."""
+    compatible: bool = False
+    """Computed by MKL's code path for any CPU, 3 times as slow; see `Job.environment`."""
+
+    @property
+    def compute(self) -> str:
+        """What is unusual about its compute, for labels."""
+        if self.flops_per_s:
+            return ", emulated compute"
+        return ", compatible MKL" if self.compatible else ""
 
     @property
     def name(self) -> str:
@@ -60,6 +67,11 @@ class Job:
     """Timed steps of each way, forward and again forward + backward; one comes before them."""
     emulated_links: bool = False
     """Links made in user space, where ranks are no hosts of a lab."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its ranks. MKL chooses its code path once in a process: all shapes have the same."""
+        return {"MKL_CBWR": "COMPATIBLE"} if self.shapes[0].compatible else {}
 
 
 def hidden_under_ns(parts_ns: Mapping[str, int], ranks: int) -> int:

@@ -31,9 +31,9 @@ def _points(*micro_batches: int, ratio: float) -> tuple[Point, ...]:
 FULL = Size(
     layers=2,
     width=2048,
-    sequence_length=128,
+    sequence_length=256,  # slices of 128 rows: each matmul packs its whole weight
     steps=3,
-    points=_points(2, 8, ratio=0.5),
+    points=_points(2, 4, ratio=0.6),
     layout=_DECOMPOSED,
 )
 QUICK = Size(
