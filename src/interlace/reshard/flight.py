@@ -5,10 +5,10 @@ and a rank blocks only for an operation that it has issued. So the earliest unfi
 the list has always been issued by both of its ranks, or one of them is about to: nothing can
 deadlock, whatever the window, the buffers and the speed of the ranks.
 
-gloo sends nothing before the receive is posted. So while a forward waits for its data, the receives
-behind it are posted ahead of their turn, in their order, with buffers of their own and outside of
-the window: what is in turn never waits for them. Without them a port idles for the time of a notice
-after each message.
+gloo sends nothing before the receive is posted. So while a forward waits for its data, the next
+receive of each peer is posted ahead of its turn, with buffers of its own and outside of the window:
+what is in turn never waits for it. Otherwise a port idles for the time of a notice after each
+message.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,10 @@ from interlace.reshard.messages import Shards, in_place, pack, unpack
 from interlace.reshard.program import Operation, Program
 from interlace.reshard.wire import Buffers, Wire
 
-_EARLY = 2
-"""Receives posted ahead of their turn. With 16 all chunks are under way at once and arrive together
-at the end, where their forwards have nothing to run beside: moves took 1.2 times as long."""
+_LOOK_AHEAD = 64
+"""Operations among which receives are posted ahead, one of each peer. If all of them were, all
+chunks would be under way at once and arrive together at the end, where their forwards have nothing
+to run beside: moves took 1.2 times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,6 @@ class Flight:
         self._wire = wire
         self._buffers = buffers
         self._ahead = ahead
-        self._looked = 0
-        """Receives up to this operation have been posted, in turn or ahead."""
         self._early: set[int] = set()
         """Receives posted ahead whose turn has not come."""
         self._outstanding = outstanding
@@ -90,14 +89,17 @@ class Flight:
             self._post_ahead(self._ahead)
 
     def _post_ahead(self, buffers: Buffers) -> None:
+        """The next receive of each peer: between two ranks, receives keep their order."""
         operations = self._program.operations
-        self._looked = max(self._looked, self._next)
-        while self._looked < len(operations) and len(self._early) < _EARLY:
-            if not operations[self._looked].sends:
-                if not self._begin(self._looked, buffers):
-                    return
-                self._early.add(self._looked)
-            self._looked += 1
+        peers = {operations[number].peer for number in self._early}
+        for number in range(self._next, min(self._next + _LOOK_AHEAD, len(operations))):
+            operation = operations[number]
+            if operation.sends or operation.peer in peers:
+                continue
+            if not self._begin(number, buffers):
+                return
+            self._early.add(number)
+            peers.add(operation.peer)
 
     def copy_locally(self) -> None:
         """Does the rank's local copies."""
