@@ -94,4 +94,5 @@ def test_a_broken_message_raises(asks_for_future: bool) -> None:
     with start_ranks("test_messages:bereft", 2, args=[asks_for_future]) as ranks:
         results = ranks.wait()
     assert results[1].returncode == -signal.SIGKILL
-    assert "closed by peer" in results[0].value or "reset by peer" in results[0].value
+    broken = ("closed by peer", "reset by peer", "Broken pipe")
+    assert any(reason in results[0].value for reason in broken)

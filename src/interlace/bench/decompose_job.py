@@ -32,6 +32,7 @@ from interlace.bench.decompose_shapes import (
     hidden_under_ns,
     read_job,
 )
+from interlace.decompose.exchange import Link, Message
 from interlace.errors import RunError
 from interlace.lab.hosts import set_own_rate
 from interlace.lab.links import emulated_backend
@@ -209,18 +210,15 @@ def _transfer(shape: Shape, group: dist.ProcessGroup) -> tuple[int, int]:
     rank, ranks = group.rank(), group.size()
     sent = torch.zeros(shape.rows, shape.width)
     received = torch.empty_like(sent)
-    ops = [
-        # As `exchange.Link` does: gloo's connections are half duplex when the send comes first.
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
-        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks),
-    ]
+    to, source = Message(sent, (rank + 1) % ranks), Message(received, (rank - 1) % ranks)
+    link = Link(group)
     samples = []
     for repeat in range(_REPEATS + 1):
         dist.barrier(group)
         wall, cpu = time.perf_counter_ns(), time.process_time_ns()
         for _ in range(_SENDS):
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
+            link.start("slice", [to], [source])
+            link.finish()
         if repeat:
             samples.append((time.perf_counter_ns() - wall, time.process_time_ns() - cpu))
     times = [round(median(column) / _SENDS) for column in zip(*samples, strict=True)]

@@ -126,7 +126,7 @@ def main(folder: Path) -> None:
     backend = emulated_backend(rate_bits, _EMULATED_LATENCY_US) if size.emulated else "gloo"
     if not size.emulated:
         # Of this network namespace. BBR, the default of some kernels, paces each connection by what
-        # it carried before, which says nothing here: with 64 of them a move took 1.3 times as long.
+        # it carried before, which says nothing here: with 64 of them a move took 1.2 times as long.
         _CONGESTION_CONTROL.write_text("reno")
     dist.init_process_group(backend, timeout=_LIMIT)
     try:

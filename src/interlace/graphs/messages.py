@@ -54,7 +54,7 @@ class Messages:
 def exchange(
     output: Tensor,
     output_splits: Sequence[int],
-    inputs: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
     group: dist.ProcessGroup,
 ) -> Messages:
     """Starts sending `inputs[i]` to rank i of the group and receiving `output_splits[i]` rows of
@@ -69,12 +69,9 @@ def exchange(
         if parts[source].numel():
             works.append(_started(dist.irecv(parts[source], group=group, group_src=source)))
     for to in others:
-        sent = inputs[to]
-        if sent is not None and sent.numel():
-            works.append(_started(dist.isend(sent, group=group, group_dst=to)))
-    own = inputs[rank]
-    if own is not None and own.numel():
-        parts[rank].copy_(own)
+        if inputs[to].numel():
+            works.append(_started(dist.isend(inputs[to], group=group, group_dst=to)))
+    parts[rank].copy_(inputs[rank])
     return Messages(works, output)
 
 
