@@ -5,6 +5,7 @@ Real processes, real signals; the timeout of the process group is 600 s, so that
 watchdog of the transfer can end a blocked rank in time.
 """
 
+import os
 import signal
 import time
 
@@ -41,6 +42,20 @@ def move_for_ever() -> None:
                 print("under way", flush=True)
 
 
+def pause_on_beginning() -> None:
+    """A child: as `move_for_ever`, but rank 2 pauses itself once it has said that it begins."""
+    from interlace.reshard.meeting import Roll
+
+    def begin(roll: Roll, number: int, refusal: str = "") -> None:
+        say(roll, number, refusal)
+        if number == 3 and os.environ["RANK"] == "2":
+            print("pausing", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    say, Roll.begin = Roll.begin, begin
+    move_for_ever()
+
+
 def survivors(ranks: Ranks, culprit: int, fault_at: float) -> list[RankResult]:
     """All others, once they have ended: in time, with an error that names the culprit."""
     results = ranks.wait([r for r in range(WORLD) if r != culprit])
@@ -66,6 +81,13 @@ def test_a_rank_killed_or_paused_in_mid_transfer_is_named(fault: int, culprit: i
             ranks.wait_for(rank, "under way")
         survivors(ranks, culprit, ranks.signal(culprit, fault))
         assert ranks.wait([culprit])[0].returncode == -signal.SIGKILL  # also when only paused
+
+
+def test_a_rank_that_is_paused_on_beginning_a_transfer_is_named() -> None:
+    """The others wait for its messages though it may not have beaten yet."""
+    with start_ranks("test_reshard_failures:pause_on_beginning", WORLD, timeout_s=30) as ranks:
+        ranks.wait_for(2, "pausing")
+        survivors(ranks, 2, time.monotonic())
 
 
 def fail_alone(how: str) -> None:

@@ -100,13 +100,13 @@ class ReshardPlan:
         except InterlaceError as error:
             agreed.roll.begin(number, error.message)
             raise
-        agreed.roll.begin(number)
         watch = None
         if settings.watch:
             watch = TransferWatch(agreed.watch_store, agreed.people, agreed.rank, number)
             watch.__enter__()
         self._under_way = True
         try:
+            agreed.roll.begin(number)
             return Handle(
                 agreed.items,
                 agreed.program,

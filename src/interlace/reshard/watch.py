@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from interlace.errors import PeerError
 from interlace.reshard.meeting import Pauses
-from interlace.runtime.heartbeat import DIED_HINT, Ring, Verdict
+from interlace.runtime.heartbeat import DIED_HINT, UNDECIDED, Ring, Verdict
 from interlace.runtime.identity import ProcessIdentity
 from interlace.runtime.watchdog import Watchdog
 
@@ -57,6 +57,11 @@ class PeerRing(Ring):
         self._heard: dict[int, str] = {}
         self._silence_s: dict[int, float] = {}
         self._stays_until = 0.0
+
+    def join(self) -> None:
+        """Writes the first beat of this transfer."""
+        self._store.compare_set("verdict", "", UNDECIDED)
+        self._beat("0")
 
     def round(self) -> Verdict | None:
         """One heartbeat and one look at the peers; the verdict if there is one by now."""
@@ -141,9 +146,10 @@ class PeerRing(Ring):
 class TransferWatch(Watchdog):
     """Ends all ranks of one transfer within 5 s when a rank that is waited for dies or stalls.
 
-    Entered by each rank when it begins the transfer, without waiting for the others, and left when
-    it is done. On a fault it acts as `Watchdog`: a blocked process prints the error and exits with
-    43 (45 if the store is gone); otherwise the context raises PeerError.
+    Entered by each rank before it says that it begins the transfer, so that it is heard by all who
+    wait for its messages, without waiting for the others; left when it is done. On a fault it acts
+    as `Watchdog`: a blocked process prints the error and exits with 43 (45 if the store is gone);
+    otherwise the context raises PeerError.
 
     `store` is a connection that nobody else uses; `people` are the ranks of the plan.
     """

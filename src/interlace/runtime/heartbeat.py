@@ -16,7 +16,7 @@ from interlace.errors import PeerError
 from interlace.runtime.identity import ProcessIdentity
 
 _STOPPED = b"stopped"
-_UNDECIDED = "-"
+UNDECIDED = "-"
 _SEEN_POLL_S = 0.05
 
 DIED_HINT = "it was killed or crashed: see the end of its output, and dmesg (out of memory)"
@@ -77,7 +77,7 @@ class Ring:
 
     def join(self) -> None:
         """Writes who this rank is, and its first beat."""
-        self._store.compare_set("verdict", "", _UNDECIDED)
+        self._store.compare_set("verdict", "", UNDECIDED)
         self._store.set(f"beat/{self._rank}", "0")
         self._store.set(f"who/{self._rank}", self._identity.to_json())
 
@@ -104,7 +104,7 @@ class Ring:
 
     def decide(self, verdict: Verdict) -> Verdict:
         """Writes the verdict, unless another rank was first; returns the one that holds."""
-        held = self._store.compare_set("verdict", _UNDECIDED, verdict.to_json())
+        held = self._store.compare_set("verdict", UNDECIDED, verdict.to_json())
         return Verdict.from_json(held)
 
     def stop(self) -> bool:
@@ -173,4 +173,4 @@ class Ring:
 
     @staticmethod
     def _parse(text: bytes) -> Verdict | None:
-        return None if text.decode() == _UNDECIDED else Verdict.from_json(text)
+        return None if text.decode() == UNDECIDED else Verdict.from_json(text)
