@@ -51,7 +51,7 @@ def move_one(draw: random.Random, meshes, world: int, seen: dict[str, int]) -> N
         topology=random_topology(draw, world),
         memory_bytes=draw.choice((4096, 1 << 20)),
         chunk_bytes=draw.choice((None, 64, 1000)),
-        outstanding=draw.choice((1, 2, 16)),
+        outstanding=draw.choice((1, 2, 64)),
         watch=draw.random() < 0.5,
         timeout_s=30,
     )

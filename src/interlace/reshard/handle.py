@@ -110,7 +110,8 @@ class Handle:
         self._on_end = on_end
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._buffers = Buffers(memory_bytes, device)
+        pools = 1 if self._stream is not None else 2
+        self._buffers = [Buffers(memory_bytes // pools, device) for _ in range(pools)]
         self._result: dict[str, DTensor | None] | None = None
         boxes = program.boxes.destinations
         self._shards = Shards(
@@ -123,7 +124,8 @@ class Handle:
             program,
             self._shards,
             wire=wire,
-            buffers=self._buffers,
+            buffers=self._buffers[0],
+            ahead=None if self._stream is not None else self._buffers[1],
             outstanding=outstanding,
             wait_for=peers.wait_for if self._stream is None else _order_behind,
             explain=peers.explained,
@@ -140,7 +142,7 @@ class Handle:
     @property
     def buffer_bytes(self) -> int:
         """The most memory that message buffers took so far, besides the tensors themselves."""
-        return self._buffers.peak_bytes
+        return sum(buffers.peak_bytes for buffers in self._buffers)
 
     def progress(self) -> bool:
         """Finishes one message, blocking until it is done, and issues what it made way for.

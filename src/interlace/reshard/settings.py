@@ -31,8 +31,8 @@ class Settings:
     seed: int = 0
     memory_bytes: int = 256 << 20
     """Most memory of message buffers on each rank; pieces that lie apart in memory need them."""
-    outstanding: int = 16
-    """Messages that a rank may have under way."""
+    outstanding: int = 64
+    """Messages that a rank may have under way: with too few, all may be to one slow receiver."""
     timeout_s: float = 60.0
     """How long a rank waits for others to make the same call."""
     group: dist.ProcessGroup | None = None

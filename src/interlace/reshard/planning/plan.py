@@ -16,7 +16,8 @@ from interlace.reshard.planning.topology import Topology
 
 STRATEGIES = ("auto", "send_recv", "local_all_gather", "global_all_gather", "broadcast")
 ORDERS = ("auto", "naive", "load_balance", "search", "random_greedy", "exact", "balanced")
-"""`balanced` is the chunk-level schedule in which several senders share a task; `auto` takes it."""
+"""`balanced` is the chunk-level schedule in which several senders share a task; `auto` takes it, or
+`search` where that is no slower and needs fewer connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
