@@ -13,7 +13,7 @@ from interlace.bench.decompose_emulated import emulated_compute
 from interlace.bench.decompose_rows import Case, rows_of, tables
 from interlace.bench.decompose_shapes import Job, Shape
 
-MLP = Shape(block="mlp", width=64, rows=16, head_size=8)
+MLP = Shape(block="mlp", width=64, rows=16, inner=8, head_size=8)
 ATTENTION = Shape(block="attention", width=64, rows=16, head_size=8)
 CAUSAL = Shape(block="attention", width=64, rows=16, head_size=8, causal=True)
 
@@ -61,7 +61,7 @@ def test_all_ways_agree_and_a_point_reports_them() -> None:
     first, second = (r.value for r in run_ranks("test_bench_blocks:blocks", 2, timeout_s=90))
     for found in (first, second):
         assert max(found["sums"].values()) < 1e-5
-        assert set(found["sums"]) == {"mlp", "attention", "causal attention"}
+        assert set(found["sums"]) == {"mlp 8 D", "attention", "causal attention"}
         assert "slicing 2 of the causal attention block differs" in found["refused"]
     cases = [Case.of(fields) for fields in first["cases"]]
     assert [case.backward for case in cases] == [False, True]

@@ -1,15 +1,14 @@
 """Decomposed collectives against plain ones and against data slicing, in blocks and in training.
 
-MLP and attention blocks with the ratios of CommFuse's tables (inner width 4 D, transfer time of a
-slice 0.5 to 1.5 times its compute), forward and forward + backward, on links that are shaped for
-each. Two ranks have a core each, which computes and does the copying of the link too, some 14 ms
-for 8 MiB each way; so that this is a few per cent of a transfer, they compute by MKL's code path
-for any CPU, at about a third of the speed. One case is at full speed. Four ranks share the cores
-and sleep as long as their matmuls would take. Both is said in every row. All ways take turns step
-by step in one run, after an untimed step of each. gloo's own collectives move more bytes, or use
-one direction of a link at a time: vanilla and slicing use those of `graphs.collectives`, and an
-all-to-all with a local sum for a reduce-scatter. Then a training run: eager, decomposed, two
-strands, both.
+MLP and attention blocks with the ratios of CommFuse's tables (transfer time of a slice 0.5 to 1.5
+times its compute), forward and forward + backward, on links that are shaped for each. Two ranks
+have a core each, which computes and does the copying of the link too; so that this is a few per cent of
+a transfer, they compute by MKL's code path for any CPU, and an MLP is wider inside than the tables'
+4 D. One case has their width and full speed. Four ranks share the cores and sleep as long as their
+matmuls would take. All of it is said in every row. All ways take turns step by step in one run,
+after an untimed step of each. gloo's own collectives move more bytes, or use one direction of a
+link at a time: vanilla and slicing use those of `graphs.collectives`, and an all-to-all with a local
+sum for a reduce-scatter. Then a training run: eager, decomposed, two strands, both.
 """
 
 import json
@@ -42,21 +41,17 @@ class Sizes:
     training: Size
 
 
+# What the core spends on copying, 12 to 15 ms for 8 MiB each way, is a matter of bytes and not of
+# the rate, and what slices cost is one more packing of the weight: both shrink against the compute
+# with the inner width and the rows. Steps are short, as bursts of other load last about a second.
+_WIDE = Shape(block="mlp", width=256, inner=64, rows=1024, ratios=(0.8, 1.5), compatible=True)
+_ATTENTION = Shape(block="attention", width=2048, rows=512, ratios=(0.8,), compatible=True)
+_TABLE = Shape(block="mlp", width=2048, rows=1024, ratios=(0.8,))
 FULL = Sizes(
     blocks=(
-        (
-            2,
-            Job(
-                # The copying of a link takes its core 12 to 15 ms for 8 MiB each way, whatever the
-                # rate; at full speed that is a tenth of what the block computes meanwhile.
-                shapes=(
-                    Shape(block="mlp", width=2048, rows=512, ratios=(0.8, 1.5), compatible=True),
-                    Shape(block="attention", width=2048, rows=512, ratios=(0.8,), compatible=True),
-                ),
-                turns=3,
-            ),
-        ),
-        (2, Job(shapes=(Shape(block="mlp", width=2048, rows=1024, ratios=(0.8,)),), turns=3)),
+        (2, Job(shapes=(_WIDE,), turns=4, most_turns=12)),
+        (2, Job(shapes=(_ATTENTION,), turns=3, most_turns=5)),
+        (2, Job(shapes=(_TABLE,), turns=3, most_turns=5)),
         (
             4,
             Job(

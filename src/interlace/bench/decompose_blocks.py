@@ -112,11 +112,11 @@ class Block(ABC):
 
 
 class Mlp(Block):
-    """Two matmuls with GELU between them; inner width 4 D, as in CommFuse tables 1 and 3."""
+    """Two matmuls with GELU between them; in CommFuse tables 1 and 3 the inner width is 4 D."""
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
         super().__init__(shape, group)
-        inner = 4 * shape.width // self.ranks
+        inner = shape.inner * shape.width // self.ranks
         self.up, self.down = self.weight(shape.width, inner), self.weight(inner, shape.width)
 
     def forward(self, way: str) -> Tensor:

@@ -1,7 +1,7 @@
 """The blocks of `interlace bench decompose` and the ways to run them, as names and sizes."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ VANILLA = "vanilla"
 """Collectives and matmuls in turn, each waited for at once."""
 SLICES = {"slicing 2": 2, "slicing 4": 4, "slicing 8": 8}
 VARIANTS = ("ring", "direct", "bidirectional")
+_SETTLED = 0.01
 QUERY_SPLIT = "query-split"
 """Attention and output projection by query slices; the gather before it is `ring`."""
 
@@ -24,6 +25,8 @@ class Shape:
     width: int
     rows: int
     """Of one rank."""
+    inner: int = 4
+    """Inner width of an MLP over `width`: what is computed for each byte sent grows with it."""
     head_size: int = 128
     causal: bool = False
     """Of attention: with a mask, slices of queries differ in work."""
@@ -43,7 +46,9 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """`mlp`, `attention` or `causal attention`."""
+        """`mlp`, `mlp 32 D` with another inner width than 4 D, `attention`, `causal attention`."""
+        if self.block == "mlp":
+            return self.block if self.inner == 4 else f"{self.block} {self.inner} D"
         return f"causal {self.block}" if self.causal else self.block
 
     @property
@@ -65,6 +70,8 @@ class Job:
     shapes: tuple[Shape, ...]
     turns: int
     """Timed steps of each way, forward and again forward + backward; one comes before them."""
+    most_turns: int = 0
+    """If larger, steps go on up to so many until each way has `settled`."""
     emulated_links: bool = False
     """Links made in user space, where ranks are no hosts of a lab."""
 
@@ -78,6 +85,13 @@ def hidden_under_ns(parts_ns: Mapping[str, int], ranks: int) -> int:
     """What is computed while one slice of a reduce-scatter travels: of attention a query slice,
     then its rows of the output projection. `parts_ns` as in `decompose_job.Calibration`."""
     return parts_ns["scatter"] + parts_ns.get("attention", 0) // ranks
+
+
+def settled(times_ns: Sequence[int]) -> bool:
+    """Whether the two fastest steps differ by 1 % at most: then something else on the machine has
+    probably slowed neither."""
+    fastest, *others = sorted(times_ns)
+    return bool(others) and others[0] <= (1 + _SETTLED) * fastest
 
 
 def read_job(path: Path) -> Job:
