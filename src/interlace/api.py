@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from interlace.config import ParallelConfig, PlanConfig, RunConfig
+from interlace.config import OverlapConfig, ParallelConfig, PlanConfig, RunConfig
 from interlace.cost.profile import cached, machine_id
+from interlace.decompose.listing import Listing
 from interlace.errors import InputError
 from interlace.graphs.dropout import seeds_for, takes_seeds
 from interlace.ir.costs import CostTable
@@ -33,7 +34,7 @@ from interlace.runtime.recorder import Recorder, clock_for
 from interlace.runtime.strands import Strands, build_strands
 from interlace.search.planner import make_plan
 from interlace.train.memory import memory_limits
-from interlace.train.session import cache_directory, link_label
+from interlace.train.session import cache_directory, decompose_of, link_label
 
 Batch = tuple[Tensor, ...]
 LossFunction = Callable[..., Tensor]
@@ -47,6 +48,7 @@ def compile_step(
     mesh: DeviceMesh | None = None,
     strands: int = 2,
     config: PlanConfig | None = None,
+    overlap: OverlapConfig | None = None,
 ) -> "Step":
     """A step of `module` whose micro-batches are interleaved in a planned order.
 
@@ -54,8 +56,9 @@ def compile_step(
     and all later ones have its shapes, dtypes and device. The module is on its device and laid out
     over ranks; `mesh` names the axes of its collectives. Gradients are averaged over an axis
     `dp_replicate`, whose ranks hold equal weights and see different data. `strands=1` runs the
-    same graphs one micro-batch after the other. `config` says how the order is found. Masks of
-    dropout follow from torch's seed at this call, and the step and micro-batch.
+    same graphs one micro-batch after the other. `config` says how the order is found, `overlap`
+    whether collectives are cut into sends under partial matmuls (default: they are left whole).
+    Masks of dropout follow from torch's seed at this call, and the step and micro-batch.
 
     Collective on the default process group, whose ranks must all run the same program; one process
     needs none. Hold `loss_parallel()` around the call if the loss needs it. Raises InputError for
@@ -72,7 +75,12 @@ def compile_step(
     _check_wrappers(module)
     data = _replicas(chunk, mesh, dtype)
     traced = build_strands(
-        chunk, example_inputs, axis_of_group(mesh), data=data, buffer_dtype=dtype
+        chunk,
+        example_inputs,
+        axis_of_group(mesh),
+        data=data,
+        buffer_dtype=dtype,
+        decompose=decompose_of(overlap or OverlapConfig(), example_inputs[0].device),
     )
     _check_loss(traced)
     check_agreement({**environment_fields(), "graph": traced.digest})
@@ -98,6 +106,9 @@ class Step:
     """The order of operators, with the predicted times of each phase."""
     costs: CostTable | None
     """The measured times that the plan was made from; None if nothing was measured."""
+    decomposed: Listing | None
+    """Which collectives were cut into sends and which not, and why; None if none were to be.
+    `print(step.decomposed.summary())`"""
     losses: list[Tensor]
     """Of the micro-batches of the last step."""
 
@@ -112,6 +123,7 @@ class Step:
     ) -> None:
         self.plan = plan
         self.costs = costs
+        self.decomposed = strands.listing
         self.losses = []
         self._strands = strands
         self._gradients = gradients

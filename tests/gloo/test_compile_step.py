@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import interlace
-from interlace.config import PlanConfig
+from interlace.config import OverlapConfig, PlanConfig
 from interlace.errors import InputError, RunError
 from interlace.runtime.executor import local
 
@@ -151,6 +152,52 @@ def test_two_ranks() -> None:
     for result in run_ranks("test_compile_step:two_ranks", 2, timeout_s=100):
         assert len(result.value) == 10
         assert all(result.value.values()), result.value
+
+
+def decomposed() -> dict[str, Any]:
+    """What a rank finds of steps whose collectives are cut into sends."""
+    with gloo_group():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model, wanted = mixer(), eager_gradients()
+        example().split(model, mesh)
+        seen, listings = {}, []
+        for strands in (1, 2):
+            step = interlace.compile_step(
+                model,
+                example().loss_fn,
+                images()[0],
+                mesh=mesh,
+                strands=strands,
+                config=QUICK,
+                overlap=OverlapConfig(decompose="ring"),
+            )
+            step(images())
+            seen[strands] = gradients_of(model)
+            parameters = model.named_parameters()
+            held = near(wanted, {name: whole(p.grad) for name, p in parameters})
+            model.zero_grad()
+            assert step.decomposed is not None
+            listings.append(step.decomposed.summary())
+        plain = interlace.compile_step(
+            model, example().loss_fn, images()[0], mesh=mesh, strands=1, config=QUICK
+        )
+        return {
+            "near": held,
+            "same": same(seen[1], seen[2]),
+            "listings": listings,
+            "whole by default": plain.decomposed is None,
+        }
+
+
+def test_collectives_are_decomposed_on_demand() -> None:
+    """Gradients are those of plain autograd, two strands have the bits of one, and the step lists
+    what was matched."""
+    for result in run_ranks("test_compile_step:decomposed", 2, timeout_s=150):
+        one, two = result.value.pop("listings")
+        assert one == two
+        assert one.startswith("decomposed "), one
+        assert not one.startswith("decomposed 0 "), one
+        assert result.value == {"near": True, "same": True, "whole by default": True}
 
 
 def replicas() -> dict[str, bool]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import deterministic
 
-from interlace.config import Mode, RunConfig, modes_of, parse_rate
+from interlace.config import Mode, OverlapConfig, RunConfig, modes_of, parse_rate
 from interlace.cost.profile import cached, machine_id
 from interlace.decompose.apply import Decompose
 from interlace.decompose.choose import Request
@@ -257,7 +257,7 @@ def _build_engines(session: Session, twin: nn.Module | None) -> None:
         return
     example = session.move(next(session.batches()))
     data = session.weights.data
-    session.strands = _strands(session, example, decompose_of(config, session.device))
+    session.strands = _strands(session, example, decompose_of(config.overlap, session.device))
     if session.strands.not_repeated and session.rank == 0:
         print(f"all layers are traced: {session.strands.not_repeated}", file=sys.stderr)
     if modes & PLAIN_MODES:
@@ -299,9 +299,8 @@ def _strands(session: Session, example: Batch, decompose: Decompose | None) -> T
         )
 
 
-def decompose_of(config: RunConfig, device: torch.device) -> Decompose | None:
+def decompose_of(overlap: OverlapConfig, device: torch.device) -> Decompose | None:
     """What `[overlap]` asks for, with times measured on this machine."""
-    overlap = config.overlap
     if overlap.decompose == "off":
         return None
     request = Request(variant=overlap.decompose, pieces=overlap.pieces)
