@@ -87,7 +87,7 @@ def test_a_rank_that_is_paused_on_beginning_a_transfer_is_named() -> None:
     """The others wait for its messages though it may not have beaten yet."""
     with start_ranks("test_reshard_failures:pause_on_beginning", WORLD, timeout_s=30) as ranks:
         ranks.wait_for(2, "pausing")
-        survivors(ranks, 2, time.monotonic())
+        assert {result.rank for result in survivors(ranks, 2, time.monotonic())} == {0, 1}
 
 
 def fail_alone(how: str) -> None:
