@@ -7,9 +7,9 @@ cent of a transfer, they compute by MKL's code path for any CPU, and an MLP is w
 the tables' 4 D. One case has their width and full speed. Four ranks share the cores and sleep as
 long as their matmuls would take. All of it is said in every row. All ways take turns step by step
 in one run, after an untimed step of each. gloo's own collectives move more bytes, or use one
-direction of a link at a time: vanilla and slicing use those of `graphs.collectives`, and an all-
-to-all with a local sum for a reduce-scatter. Then a training run: eager, decomposed, two strands,
-both.
+direction of a link at a time: vanilla and slicing use those of `graphs.collectives`, and an
+all-to-all with a local sum for a reduce-scatter. Then a training run: eager, decomposed, two
+strands, both.
 """
 
 import json
