@@ -6,6 +6,7 @@ optimizer.step()
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from interlace.parallel.data import Axis, DataLayout, replicated_layout
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS
 from interlace.runtime.agreement import check_agreement, environment_fields
 from interlace.runtime.gradients import ParameterGradients
+from interlace.runtime.passes import choose_passes, trace_candidates
 from interlace.runtime.profile import profile_strands
 from interlace.runtime.recorder import Recorder, clock_for
 from interlace.runtime.strands import Strands, build_strands
@@ -74,25 +76,32 @@ def compile_step(
         dtype = torch.float64
     _check_wrappers(module)
     data = _replicas(chunk, mesh, dtype)
-    traced = build_strands(
-        chunk,
-        example_inputs,
-        axis_of_group(mesh),
-        data=data,
-        buffer_dtype=dtype,
-        decompose=decompose_of(overlap or OverlapConfig(), example_inputs[0].device),
+    overlap = overlap or OverlapConfig()
+    trace = partial(
+        build_strands, chunk, example_inputs, axis_of_group(mesh), data=data, buffer_dtype=dtype
     )
-    _check_loss(traced)
-    check_agreement({**environment_fields(), "graph": traced.digest})
+    candidates = trace_candidates(
+        lambda decompose: trace(decompose=decompose),
+        decompose_of(overlap, example_inputs[0].device),
+        overlap.passes,
+        strands=strands,
+    )
+    whole = candidates.whole
+    _check_loss(whole)
+    check_agreement({**environment_fields(), "graph": whole.digest})
     gradients = ParameterGradients(
-        chunk, traced.parameters, traced.placements, dtype, replicas=data is not None
+        chunk, whole.parameters, whole.placements, dtype, replicas=data is not None
     )
-    plan, costs = traced.sequential, None
+    traced, costs = whole, None
+    plan = whole.sequential
     if strands == 2 and config.file:
         plan = read(Path(config.file))
+        traced = candidates.made_for(plan)
     elif strands == 2:
-        costs = _measured_costs(traced, example_inputs, gradients, config)
+        costs = _measured_costs(whole, example_inputs, gradients, config)
         limits = memory_limits(RunConfig(plan=config), chunk, data)
+        if overlap.passes != "ends":
+            traced = choose_passes(candidates, costs, limits)
         plan = make_plan(traced.op_graphs, costs, config.search, limits=limits)
     step = Step(traced, plan, costs, gradients, example_inputs, _replica(mesh))
     check_agreement({"plan": plan.digest})

@@ -12,9 +12,22 @@ from interlace.errors import InputError
 
 Strands = Literal["2", "1", "eager"]
 Search = Literal["exact", "list", "paper"]
-Mode = Literal["eager", "1", "2", "exact", "list", "paper", "inductor", "plain-1", "plain-2"]
+Mode = Literal[
+    "eager",
+    "1",
+    "2",
+    "exact",
+    "list",
+    "paper",
+    "inductor",
+    "plain-1",
+    "plain-2",
+    "decomposed-1",
+    "decomposed-2",
+]
 Dtype = Literal["float32", "bfloat16"]
 Decompose = Literal["off", "auto", "ring", "direct", "bidirectional", "slicing"]
+Passes = Literal["auto", "all", "ends"]
 Recompute = Literal["none", "attention", "layer", "budget"]
 
 
@@ -172,6 +185,10 @@ class OverlapConfig:
     cuts the rows into `pieces` collectives, as Megatron and MindSpeed do."""
     pieces: int = 0
     """Slices per rank (with `slicing`: slices in all); 0 lets costs decide."""
+    passes: Passes = "auto"
+    """Which passes of a step run decomposed: `all`, or its `ends`, the first forward and the last
+    backward, which with two strands have no other strand beside them. `auto`: with two strands and
+    `decompose = "auto"` by predicted times, else all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +225,7 @@ class CompareConfig:
     modes: tuple[Mode, ...] = ("eager", "1", "2")
     """Ways to compare: as in `strands`, or two strands planned by a search of that name, or by
     `inductor`, PyTorch's own overlap scheduler; `plain-1` and `plain-2` are one and two strands
-    without `overlap.decompose`."""
+    without `overlap.decompose`, `decomposed-1` and `decomposed-2` with it in all passes."""
     memory: bool = False
     """Also measure the peak memory of one step of each way."""
 

@@ -112,7 +112,8 @@ def check(config: RunConfig) -> None:
         )
     _check_layout(config)
     _check_shapes(config)
-    if modes_of(config) - {"eager", "1"} and config.train.micro_batches < 2:
+    of_one = {"eager", "1", "plain-1", "decomposed-1"}
+    if modes_of(config) - of_one and config.train.micro_batches < 2:
         raise InputError(
             f"two strands need at least two micro-batches per step, and "
             f"train.micro_batches = {config.train.micro_batches}",

@@ -43,7 +43,7 @@ def no_tracing(monkeypatch):
 def measured(tmp_path_factory) -> Path:
     """A cost file for `SMALL`, in the form that `interlace profile` writes."""
     config = load_run_config("quickstart", OVERRIDES)
-    strands = planning.trace_fake(config)
+    strands = planning.trace_fake(config).whole
     costs, _ = planning.computed_costs(config, strands.op_graphs)
     path = tmp_path_factory.mktemp("costs") / "cost.json"
     fields = {name: getattr(costs, name) for name in ("operators", "issue_ns")}
@@ -72,7 +72,7 @@ def test_everything_is_written(tmp_path, capsys):
 def test_constant_memory_by_hand(tmp_path):
     """One layer of quickstart over two ranks: elements of each split and whole weight."""
     config = load_run_config("quickstart", OVERRIDES | {"train.dtype": "bfloat16"})
-    held = planning.constant_bytes(config, planning.trace_fake(config).module, None)
+    held = planning.constant_bytes(config, planning.trace_fake(config).whole.module, None)
     vocabulary, width, ffn = 256, 128, 256
     split = 2 * vocabulary * width + 4 * width * width + 3 * width * ffn
     elements = split // 2 + 3 * width

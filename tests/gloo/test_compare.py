@@ -20,7 +20,8 @@ from interlace.config import (
 from interlace.graphs.torch_private import has_inductor_schedule
 from interlace.runtime.memory import measure_growth
 from interlace.train.compare import compare
-from interlace.train.session import Session, open_session, process_group
+from interlace.train.opening import open_session
+from interlace.train.session import Session, process_group
 
 RIVALS: tuple[Mode, ...] = ("inductor",) if has_inductor_schedule() else ()
 MODES: tuple[Mode, ...] = ("eager", "1", "2", "paper", "list", "exact", *RIVALS)

@@ -123,7 +123,7 @@ def test_a_plan_chooses_by_computed_costs() -> None:
         link=LinkConfig(rate="400mbit"),
         overlap=OverlapConfig(decompose="auto"),
     )
-    listing = trace_fake(config).listing
+    listing = trace_fake(config).whole.listing
     assert listing is not None
     plain = {choice.site.module: choice for choice in listing.choices if not choice.variant}
     assert list(plain) == ["model.head"]

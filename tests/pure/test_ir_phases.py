@@ -22,8 +22,10 @@ def table(graphs: dict[str, OpGraph], ns: int = 10) -> CostTable:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Plan, dict[str, OpGraph], int]:
-    """A random valid plan with a random head, its strands, and a number of micro-batches."""
-    strands = {name: draw(op_graphs(name=name)) for name in ("forward", "backward")}
+    """A random valid plan with a random head, its strands, and a number of micro-batches. The ends
+    of the step may have graphs of their own."""
+    ends = ("first", "final") if draw(st.booleans()) else ()
+    strands = {name: draw(op_graphs(name=name)) for name in ("forward", "backward", *ends)}
     ahead = draw(st.integers(0, len(strands["forward"].operators)))
     of_phase = phase_graphs(strands, ahead=ahead)
     phases = {name: PhasePlan(draw(orders_of(of_phase[name])), 0, 0) for name in PHASES}
@@ -39,22 +41,25 @@ def test_a_step_runs_every_operator_of_every_micro_batch_once(
     plan, strands, count = case
     timeline = simulate_step(plan, strands, table(strands), count)
     ends = {}
-    for span in timeline.spans:
-        is_own = span.name in strands.get(span.strand, strands["forward"]).by_id
-        if span.kind != "wait" and is_own and span.lane == _lane(strands, span):
+    passes = _passes(strands, count)
+    for span in (span for span in timeline.spans if span.kind != "wait"):
+        own = passes[span.strand, span.micro_batch].by_id
+        if span.lane == own[span.name].lane:
             assert (span.strand, span.micro_batch, span.name) not in ends
             ends[span.strand, span.micro_batch, span.name] = span.end_ns
-            for source in strands[span.strand].by_id[span.name].inputs:
+            for source in own[span.name].inputs:
                 begin = span.issue_ns if span.lane != "compute" else span.start_ns
                 assert ends[span.strand, span.micro_batch, source] <= begin
-    every = {
-        (s, i, op.id) for s, g in strands.items() for op in g.operators for i in range(1, count + 1)
-    }
-    assert set(ends) == every
+    assert set(ends) == {(*key, op.id) for key, g in passes.items() for op in g.operators}
 
 
-def _lane(strands: dict[str, OpGraph], span: object) -> str:
-    return strands[span.strand].by_id[span.name].lane  # type: ignore[attr-defined]
+def _passes(strands: dict[str, OpGraph], count: int) -> dict[tuple[str, int], OpGraph]:
+    """The graph of each pass of a step."""
+    numbers = range(1, count + 1)
+    found = {(name, i): strands[name] for name in ("forward", "backward") for i in numbers}
+    found["forward", 1] = strands.get("first", strands["forward"])
+    found["backward", count] = strands.get("final", strands["backward"])
+    return found
 
 
 @given(case=steps())
@@ -80,8 +85,9 @@ def test_one_strand_takes_the_sum_of_its_micro_batches(
     _, strands, count = case
     plan = sequential(strands)
     costs = table(strands)
-    alone = sum(simulate(g, g.order, costs.of(g)).length_ns for g in strands.values())
-    assert simulate_step(plan, strands, costs, count).length_ns <= count * alone
+    passes = _passes(strands, count).values()
+    alone = sum(simulate(g, g.order, costs.of(g)).length_ns for g in passes)
+    assert simulate_step(plan, strands, costs, count).length_ns <= alone
 
 
 def test_values_of_a_head_are_counted_in_both_phases() -> None:

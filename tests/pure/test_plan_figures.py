@@ -118,9 +118,8 @@ def test_one_strand_by_hand() -> None:
 @given(data=st.data())
 def test_no_step_beats_its_bound(data: st.DataObject) -> None:
     """Whatever the graphs, orders, head and contention: no step beats the bound."""
-    graphs = {
-        name: data.draw(op_graphs(operators=(1, 6), name=name)) for name in ("forward", "backward")
-    }
+    names = ("forward", "backward", *data.draw(st.sampled_from([(), ("first", "final")])))
+    graphs = {name: data.draw(op_graphs(operators=(1, 6), name=name)) for name in names}
     ahead = data.draw(st.integers(0, len(graphs["forward"].operators)))
     of_phase = phase_graphs(graphs, ahead)
     phases = {name: PhasePlan(tuple(data.draw(orders_of(of_phase[name]))), 0, 0) for name in PHASES}
@@ -136,8 +135,8 @@ def test_no_step_beats_its_bound(data: st.DataObject) -> None:
         pairs=data.draw(st.sampled_from([(), (slow,)])),
         links=data.draw(st.sampled_from([{}, {"dp": "cable", "tp": "cable"}])),
     )
-    count = data.draw(st.integers(2, 4))
     for plan in (Plan("any", "g", "c", phases, ahead), sequential(graphs)):
+        count = data.draw(st.integers(2 if plan.search == "any" else 1, 4))
         step = simulate_step(plan, graphs, costs, count)
         # The simulator rounds ends to whole nanoseconds.
         assert step_bound_ns(graphs, costs=costs, micro_batches=count) <= step.length_ns + 1

@@ -13,7 +13,8 @@ import torch
 from interlace.bench.results import Row, environment, speedup, write_json
 from interlace.config import CompareConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from interlace.train.compare import compare
-from interlace.train.session import open_session, process_group
+from interlace.train.opening import open_session
+from interlace.train.session import process_group
 
 
 def configuration(*, quick: bool, on_gpu: bool) -> RunConfig:

@@ -37,7 +37,8 @@ from interlace.runtime.executor import Batch
 from interlace.train.compare import compare
 from interlace.train.engines import Engine
 from interlace.train.metrics import model_flops_per_token, peak_flops
-from interlace.train.session import device_type, open_session
+from interlace.train.opening import open_session
+from interlace.train.session import device_type
 
 MODELS = {
     "small": ModelConfig(width=512, heads=8, kv_heads=8, ffn_width=1408),

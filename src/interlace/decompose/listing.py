@@ -2,12 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 from interlace.decompose.choose import Choice
 from interlace.decompose.sites import Missed
 from interlace.graphs.collectives import is_collective, kind_of_collective
 from interlace.graphs.trace import StrandGraph
+
+_PASSES = {"all": "", "ends": " in the first forward and the last backward of a step"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +21,8 @@ class Listing:
     """Sites, decomposed or left whole."""
     missed: tuple[Missed, ...]
     """Collectives that are no sites."""
+    passes: Literal["all", "ends"] = "all"
+    """Of a step; `ends` are its first forward and its last backward."""
 
     @property
     def decomposed(self) -> int:
@@ -31,7 +36,8 @@ class Listing:
         total = len(self.choices) + len(self.missed)
         return (
             f"decomposed {self.decomposed} of {len(self.choices)} sites"
-            f"{f' ({how})' if how else ''}; {len(self.missed)} of {total} collectives are no sites"
+            f"{f' ({how})' if how else ''}{_PASSES[self.passes]}; "
+            f"{len(self.missed)} of {total} collectives are no sites"
         )
 
     def lines(self) -> list[str]:
@@ -52,6 +58,7 @@ class Listing:
         return {
             "summary": self.summary(),
             "decomposed": self.decomposed,
+            "passes": self.passes,
             "sites": [asdict(choice) for choice in self.choices],
             "missed": [asdict(each) for each in self.missed],
         }
@@ -90,4 +97,4 @@ def with_others(
         for node in strand.graph.nodes
         if is_collective(node) and f"{strand.name}.{node.name}" not in known
     ]
-    return Listing(choices=listing.choices, missed=(*listing.missed, *others))
+    return replace(listing, missed=(*listing.missed, *others))

@@ -41,8 +41,9 @@ def _pending(output: Tensor, work: dist.Work | None, *, part_of_buffer: bool = F
     return Pending(output, cast("dist.Work", work), part_of_buffer)  # async_op=True gives a work
 
 
-def _on_gloo(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "gloo"
+def _on_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
+    # get_backend says "undefined" for a group that was made without naming one.
+    return f"{x.device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def wait(pending: Pending) -> Tensor:
@@ -55,7 +56,7 @@ def all_gather(x: Tensor, group_size: int, group_name: str) -> Pending:
     """[n, ...] per rank -> [group_size * n, ...]."""
     output = x.new_empty((x.shape[0] * group_size, *x.shape[1:]))
     group = process_group(group_name)
-    if _on_gloo(group):
+    if _on_gloo(x, group):
         inputs = [x.contiguous()] * group_size
         return Pending(output, exchange(output, [x.shape[0]] * group_size, inputs, group))
     # torch 2.13 renamed the call; the old name warns there and the new one is unknown to 2.11.
@@ -75,7 +76,7 @@ def reduce_scatter(
     """
     group = process_group(group_name)
     rows = x.shape[0] // group_size
-    if _on_gloo(group):
+    if _on_gloo(x, group):
         buffer = _writable(x, consume=consume)
         work = dist.all_reduce(buffer, op=_REDUCE[reduce], group=group, async_op=True)
         part = buffer.narrow(0, group.rank() * rows, rows)
@@ -100,7 +101,7 @@ def all_to_all(
     """Rows are cut by `input_splits`; piece i goes to rank i."""
     output = x.new_empty((sum(output_splits), *x.shape[1:]))
     group = process_group(group_name)
-    if _on_gloo(group):
+    if _on_gloo(x, group):
         inputs = x.contiguous().split(input_splits)
         return Pending(output, exchange(output, output_splits, inputs, group))
     work = dist.all_to_all_single(

@@ -13,11 +13,13 @@ that no phase starts with both strands waiting for their first collective: a pha
 middle of a forward pass. With `ahead` = 0 there is no head, and `last` is `pair`.
 
 What data-parallel ranks exchange once a step has strands of its own: `gather` (weights) runs
-inside `forward`, `reduce` (gradients) inside `backward`. With one strand the other micro-batches
-then run `again` (a forward without `gather`) and `before` (a backward without `reduce`).
+inside `forward`, `reduce` (gradients) inside `backward`. The first forward and the last backward,
+which have no other strand beside them, may have graphs of their own, `first` and `final`, that
+compute the same. With one strand the other micro-batches then run `again` (a plain forward) and
+`before` (a plain backward).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from interlace.ir.graph import GraphInput, Operator, OpGraph, merge
@@ -27,10 +29,13 @@ PHASES = ("forward", "pair", "backward")
 """Phases with an order of their own; that of the others is a part of one of these."""
 FORWARD, NEXT, BACKWARD, LAST = "forward", "next", "backward", "last"
 GATHER, REDUCE, AGAIN, BEFORE = "gather", "reduce", "again", "before"
-STRANDS = (GATHER, FORWARD, BACKWARD, REDUCE)
+FIRST, FINAL = "first", "final"
+STRANDS = (GATHER, FIRST, FORWARD, BACKWARD, FINAL, REDUCE)
 """Strands that a step may have, in the order in which they read and write the same memory."""
 BASE_STRAND = {NEXT: FORWARD}
 """Strands that run a part of another strand's graph, for a later micro-batch."""
+PASS = {NEXT: FORWARD, FIRST: FORWARD, FINAL: BACKWARD}
+"""What timelines call the strands that are a forward or a backward pass under another name."""
 
 
 def pair_graph(graphs: Mapping[str, OpGraph]) -> OpGraph:
@@ -46,41 +51,32 @@ def phase_graphs(graphs: Mapping[str, OpGraph], ahead: int) -> dict[str, OpGraph
     rest = forward
     if ahead:
         head[NEXT], rest = _split(forward, ahead)
+    first, last = end_strands(graphs)
     gather = {GATHER: graphs[GATHER]} if GATHER in graphs else {}
     reduce = {REDUCE: graphs[REDUCE]} if REDUCE in graphs else {}
     found = {
-        FORWARD: _joined(FORWARD, {**gather, FORWARD: forward, **head}),
+        FORWARD: _joined(FORWARD, {**gather, first: graphs[first], **head}),
         "pair": merge("pair", {FORWARD: rest, **head, BACKWARD: backward}),
         LAST: merge(LAST if ahead else "pair", {FORWARD: rest, BACKWARD: backward}),
-        BACKWARD: _joined(BACKWARD, {BACKWARD: backward, **reduce}),
+        BACKWARD: _joined(BACKWARD, {last: graphs[last], **reduce}),
     }
-    if gather:
+    if gather or first != FORWARD:
         found[AGAIN] = forward
-    if reduce:
+    if reduce or last != BACKWARD:
         found[BEFORE] = backward
     return found
 
 
-def without(order: Sequence[str], strand: str) -> tuple[str, ...]:
-    """An order without the operators of one strand; plain names if one strand is left."""
-    left = tuple(name for name in order if not name.startswith(f"{strand}."))
-    if len({name.partition(".")[0] for name in left if "." in name}) != 1:
-        return left
-    return tuple(name.rpartition(".")[2] for name in left)
+def end_strands(graphs: Container[str]) -> tuple[str, str]:
+    """The strands of the first forward and of the last backward, given the names of all."""
+    return FIRST if FIRST in graphs else FORWARD, FINAL if FINAL in graphs else BACKWARD
 
 
 def derived_orders(orders: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """The orders of `last`, `again` and `before` from those of the planned phases, where they
-    differ from them."""
-    found = {}
-    if any(name.startswith(f"{NEXT}.") for name in orders.get("pair", ())):
-        found[LAST] = tuple(n for n in orders["pair"] if not n.startswith(f"{NEXT}."))
-    if "pair" in orders:
-        return found
-    for phase, strand, name in ((FORWARD, GATHER, AGAIN), (BACKWARD, REDUCE, BEFORE)):
-        if any(operator.startswith(f"{strand}.") for operator in orders[phase]):
-            found[name] = without(orders[phase], strand)
-    return found
+    """The order of `last` from that of `pair`, where it differs from it."""
+    pair = orders.get("pair", ())
+    rest = tuple(name for name in pair if not name.startswith(f"{NEXT}."))
+    return {LAST: rest} if len(rest) < len(pair) else {}
 
 
 def phases_of_step(phases: Mapping[str, object], micro_batches: int) -> list[tuple[str, int, int]]:

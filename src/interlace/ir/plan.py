@@ -2,6 +2,7 @@
 
 A plan has one order per phase of a step (`ir.phases`): `forward` (the first micro-batch), `pair`
 (forward of one micro-batch with the backward of the one before) and `backward` (the last one).
+A plan of one strand has no `pair`, and an order for the other micro-batches where they differ.
 Where strands meet, ids carry theirs: `forward.mm_3`, `backward.all_gather_1`.
 """
 
@@ -14,7 +15,9 @@ from pathlib import Path
 from interlace.errors import InputError
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.phases import (
+    AGAIN,
     BACKWARD,
+    BEFORE,
     FORWARD,
     PHASES,
     derived_orders,
@@ -114,7 +117,8 @@ def check(order: tuple[str, ...], graph: OpGraph, where: str) -> None:
 def sequential(graphs: Mapping[str, OpGraph]) -> Plan:
     """One strand: the graphs of the strands in the order in which they were traced."""
     of_phase = phase_graphs(graphs, 0)
-    phases = {name: PhasePlan(of_phase[name].order, 0, 0) for name in (FORWARD, BACKWARD)}
+    names = [name for name in (FORWARD, AGAIN, BEFORE, BACKWARD) if name in of_phase]
+    phases = {name: PhasePlan(of_phase[name].order, 0, 0) for name in names}
     return Plan("sequential", pair_graph(graphs).digest, "-", phases)
 
 

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import StrMethodFormatter
 
 from interlace.ir.graph import COMPUTE_LANE, Kind
-from interlace.ir.phases import PHASES
+from interlace.ir.phases import NEXT, PHASES
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.panels import plain
 from interlace.report.plan_figures import Comparison, Figures
@@ -202,8 +202,8 @@ def _drawn(timeline: Timeline, lane: str) -> Iterator[tuple[Span, tuple[str, str
 
 def strand_of(span: Span) -> str:
     """`next.mm` belongs to `next`, which the timeline counts as forward."""
-    head, dot, _ = span.name.partition(".")
-    return head if dot else span.strand
+    head, _, _ = span.name.partition(".")
+    return head if head == NEXT else span.strand
 
 
 def shade(strand: str, kind: str, lane: str) -> tuple[float, float, float]:

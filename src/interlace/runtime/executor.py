@@ -22,11 +22,14 @@ from interlace.ir.phases import (
     AGAIN,
     BACKWARD,
     BEFORE,
+    FINAL,
+    FIRST,
     FORWARD,
     GATHER,
     LAST,
     NEXT,
     REDUCE,
+    end_strands,
     phases_of_step,
 )
 from interlace.ir.plan import Plan
@@ -42,24 +45,28 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def lower_plan(graphs: Mapping[str, StrandGraph], plan: Plan) -> dict[str, Lowered]:
-    """The executable graph of each phase of `plan`, also of those that follow from others."""
+def lower_plan(
+    graphs: Mapping[str, StrandGraph], plan: Plan, *, late_waits: bool = True
+) -> dict[str, Lowered]:
+    """The executable graph of each phase of `plan`, also of those that follow from others;
+    `late_waits` as of `lower`."""
     forward: StrandGraph | Part = graphs[FORWARD]
     head: dict[str, StrandGraph | Part] = {}
     if plan.ahead:
         head[NEXT], forward = split(graphs[FORWARD], plan.ahead)
     backward = {BACKWARD: graphs[BACKWARD]}
+    start, end = end_strands(graphs)
     parts: dict[str, dict[str, StrandGraph | Part]] = {
-        FORWARD: {**_some(graphs, GATHER), FORWARD: graphs[FORWARD], **head},
+        FORWARD: {**_some(graphs, GATHER), start: graphs[start], **head},
         "pair": {FORWARD: forward, **head, **backward},
         LAST: {FORWARD: forward, **backward},
-        BACKWARD: {**backward, **_some(graphs, REDUCE)},
+        BACKWARD: {end: graphs[end], **_some(graphs, REDUCE)},
         AGAIN: {FORWARD: graphs[FORWARD]},
         BEFORE: {**backward},
     }
     barriers = {name: phase.barriers for name, phase in plan.phases.items()}
     return {
-        name: lower(parts[name], order, barriers=barriers.get(name, ()))
+        name: lower(parts[name], order, late_waits=late_waits, barriers=barriers.get(name, ()))
         for name, order in plan.orders.items()
     }
 
@@ -164,9 +171,11 @@ class StepRun:
         lowered = self.executor.lowered[name]
         of = {
             GATHER: forward,
+            FIRST: forward,
             FORWARD: forward,
             NEXT: forward + 1,
             BACKWARD: backward,
+            FINAL: backward,
             REDUCE: backward,
         }
         self._take(lowered, self.outputs(lowered, of))
@@ -189,7 +198,7 @@ class StepRun:
 
     def _take(self, lowered: Lowered, outputs: Sequence[Any]) -> None:
         made = list(zip(lowered.outputs, outputs, strict=True))
-        finished = [value for (strand, _), value in made if strand == FORWARD]
+        finished = [value for (strand, _), value in made if strand in (FIRST, FORWARD)]
         if finished:
             self.losses.append(finished[0])
             self.saved = dict(zip(self.executor.saved, finished[1:], strict=True))

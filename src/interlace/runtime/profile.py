@@ -13,12 +13,11 @@ from torch import Tensor
 
 from interlace.cost.profile import measure
 from interlace.graphs.dropout import seeds_for, takes_seeds
-from interlace.graphs.lower import lower
 from interlace.ir.costs import CostTable, PairCost
 from interlace.ir.graph import Kind, OpGraph
-from interlace.ir.phases import BACKWARD, FORWARD, GATHER, REDUCE
+from interlace.ir.phases import FIRST, FORWARD
 from interlace.ir.timeline import Timeline
-from interlace.runtime.executor import Batch, StrandExecutor
+from interlace.runtime.executor import Batch, StrandExecutor, lower_plan
 from interlace.runtime.operands import Capture
 from interlace.runtime.pairs import burst_ns, measure_pair
 from interlace.runtime.recorder import Recorder, clock_for
@@ -46,18 +45,23 @@ class Profiler:
         """Those of the strands."""
         return dict(self.strands.op_graphs)
 
+    @property
+    def batches(self) -> list[Batch]:
+        """One micro-batch, or two if the ends of a step have graphs of their own."""
+        return [self.batch] * (2 if FIRST in self.strands.graphs else 1)
+
     def run_once(self) -> Timeline:
-        """One micro-batch forward and backward, recorded."""
+        """Every graph once, recorded."""
         recorder = Recorder(self.strands.op_graphs, clock_for(self.device_type))
-        self.executor.step([self.batch], recorder)
-        return recorder.timeline("profile", 0)
+        self.executor.step(self.batches, recorder)
+        return recorder.timeline("profile", 0, own_names=True)
 
     def capture(self, keys: Iterable[str]) -> Capture:
         """What the first operator of each of these keys is called with in a step."""
         capture = Capture(
             self.strands.op_graphs, clock_for(self.device_type), wanted=frozenset(keys)
         )
-        self.executor.step([self.batch], capture)
+        self.executor.step(self.batches, capture)
         return capture
 
 
@@ -74,13 +78,8 @@ def open_profiler(
     }
     if takes_seeds(strands.graphs[FORWARD]):
         batch = (*batch, seeds_for(0, step=0, micro_batch=0))
-    plan = strands.sequential
-    executor = strands.executor(plan, scratch)
-    beside = {FORWARD: GATHER, BACKWARD: REDUCE}
-    for phase, other in beside.items():
-        names = [name for name in (phase, other) if name in strands.graphs]
-        parts = {name: strands.graphs[name] for name in names}
-        executor.lowered[phase] = lower(parts, plan.phases[phase].order, late_waits=False)
+    executor = strands.executor(strands.sequential, scratch)
+    executor.lowered = lower_plan(strands.graphs, strands.sequential, late_waits=False)
     return Profiler(strands, executor, batch, device_type)
 
 

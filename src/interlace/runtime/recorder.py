@@ -17,7 +17,7 @@ from torch import fx
 from interlace.graphs.collectives import ISSUE, Pending, wait
 from interlace.graphs.lower import Lowered
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
-from interlace.ir.phases import BASE_STRAND
+from interlace.ir.phases import BASE_STRAND, PASS
 from interlace.ir.timeline import WAIT, Span, Timeline
 
 SETTLE_S = 1.0
@@ -155,8 +155,9 @@ class Recorder:
         while any(event.done is None for event in flying) and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    def timeline(self, label: str, rank: int) -> Timeline:
-        """Everything recorded so far, from time 0. Call after the last wait."""
+    def timeline(self, label: str, rank: int, *, own_names: bool = False) -> Timeline:
+        """Everything recorded so far, from time 0. Call after the last wait. Strands are called by
+        their pass, or with `own_names` as in `graphs`."""
         self._settle()
         ns = self.clock.nanoseconds
         origin = min((ns(event.start) for event in self.events), default=0)
@@ -164,7 +165,8 @@ class Recorder:
         lane_free: dict[str, int] = {}
         for event in self.events:
             begin, end = ns(event.start) - origin, ns(event.end) - origin
-            common = {"strand": event.strand, "micro_batch": event.micro_batch}
+            strand = event.strand if own_names else PASS.get(event.strand, event.strand)
+            common = {"strand": strand, "micro_batch": event.micro_batch}
             op = self.graphs[event.strand].by_id[event.name]
             if event.is_wait:
                 spans.append(Span(event.name, WAIT, COMPUTE_LANE, begin, end, **common))

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from interlace.ir.graph import Operator, OpGraph
-from interlace.ir.phases import BACKWARD, FORWARD, GATHER, NEXT, REDUCE
+from interlace.ir.phases import BACKWARD, FORWARD, GATHER, NEXT, PASS, REDUCE
 from interlace.search.problem import Problem
 
-_JOBS = {NEXT: FORWARD, GATHER: FORWARD, REDUCE: BACKWARD}
+_JOBS = {**PASS, GATHER: FORWARD, REDUCE: BACKWARD}
 """Strands that share the chain of another one."""
 
 

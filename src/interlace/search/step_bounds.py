@@ -1,10 +1,11 @@
 """A time that no order of a whole step can beat, with any number of strands in flight."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
-from interlace.ir.phases import BACKWARD, FORWARD, GATHER, REDUCE
+from interlace.ir.phases import BACKWARD, FORWARD, GATHER, REDUCE, end_strands
 from interlace.search.bounds import longest_paths
 
 
@@ -19,29 +20,39 @@ def step_bound_ns(graphs: Mapping[str, OpGraph], costs: CostTable, micro_batches
 
     A rank issues the backward of a micro-batch after its forward, and contention only adds time.
     """
-    forward, backward = graphs[FORWARD], graphs[BACKWARD]
-    first_ns, last_ns = costs.of(forward), costs.of(backward)
-    starts, tails = _earliest_starts(forward, first_ns), longest_paths(backward, last_ns)
-    computed = [op.id for op in forward.operators if not op.is_collective]
-    forward_ns = max((starts[name] + first_ns[name] for name in computed), default=0)
-    bounds = [forward_ns + max(tails.values(), default=0)]
+    first, final = end_strands(graphs)
+    passes = Counter((first, final))
+    passes.update({FORWARD: micro_batches - 1, BACKWARD: micro_batches - 1})
+    passes = +passes  # a step of one micro-batch has no others
+    solo_ns = {name: costs.of(graphs[name]) for name in passes}
+    starts = {n: _earliest_starts(graphs[n], solo_ns[n]) for n in passes if n in (first, FORWARD)}
+    tails = {n: longest_paths(graphs[n], solo_ns[n]) for n in passes if n in (final, BACKWARD)}
+    forward_ns = {name: _computed_ns(graphs[name], starts[name], solo_ns[name]) for name in starts}
+    alone = [(first, final)] if micro_batches == 1 else [(first, BACKWARD), (FORWARD, final)]
+    bounds = [forward_ns[there] + max(tails[back].values(), default=0) for there, back in alone]
+    earliest_ns = min(forward_ns.values())
     shared: dict[str, int] = {}
-    for lane in {*forward.lanes, *backward.lanes}:
-        first = _held(forward, lane, first_ns, costs.issue_ns)
-        last = _held(backward, lane, last_ns, costs.issue_ns)
-        work = micro_batches * (sum(first.values()) + sum(last.values()))
-        before = min((starts[name] for name in first), default=forward_ns)
-        after = min((max(0, tails[name] - ns) for name, ns in last.items()), default=0)
-        bounds.append(min(before, forward_ns) + work + after)
+    for lane in {lane for name in passes for lane in graphs[name].lanes}:
+        held = {n: _held(graphs[n], lane, solo_ns[n], costs.issue_ns) for n in passes}
+        work = sum(count * sum(held[name].values()) for name, count in passes.items())
+        before = min((starts[n][op] for n in starts for op in held[n]), default=earliest_ns)
+        ends = [max(0, tails[n][op] - ns) for n in tails for op, ns in held[n].items()]
+        bounds.append(min(before, earliest_ns) + work + min(ends, default=0))
         link = costs.contention.links.get(lane, lane)
         shared[link] = shared.get(link, 0) + work
     for once in (graphs[name] for name in (GATHER, REDUCE) if name in graphs):
-        solo_ns = costs.of(once)
+        once_ns = costs.of(once)
         for lane in once.lanes:
             link = costs.contention.links.get(lane, lane)
-            held = _held(once, lane, solo_ns, costs.issue_ns)
-            shared[link] = shared.get(link, 0) + sum(held.values())
+            holds = _held(once, lane, once_ns, costs.issue_ns)
+            shared[link] = shared.get(link, 0) + sum(holds.values())
     return max(*bounds, *shared.values())
+
+
+def _computed_ns(graph: OpGraph, starts: Mapping[str, int], solo_ns: Mapping[str, int]) -> int:
+    """The earliest moment at which all computing of `graph` could be over."""
+    ends = [starts[op.id] + solo_ns[op.id] for op in graph.operators if not op.is_collective]
+    return max(ends, default=0)
 
 
 def _held(graph: OpGraph, lane: str, solo_ns: Mapping[str, int], issue_ns: int) -> dict[str, int]:

@@ -4,7 +4,7 @@ A collective that one phase issues may end in the next one, so a step is a littl
 the sum of its phases. Gradient clipping and the optimizer are not part of it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
@@ -13,12 +13,16 @@ from interlace.ir.phases import (
     BACKWARD,
     BASE_STRAND,
     BEFORE,
+    FINAL,
+    FIRST,
     FORWARD,
     GATHER,
     LAST,
     NEXT,
+    PASS,
     REDUCE,
     STRANDS,
+    end_strands,
     phase_graphs,
     phases_of_step,
 )
@@ -42,8 +46,9 @@ def simulate_step(
     across = _across(phase_graphs(graphs, plan.ahead))
     rank = Rank(costs.issue_ns, costs.contention)
     flying: dict[tuple[str, int, str], Transfer] = {}
-    for strand, micro_batch, name, stop in _operators(plan, micro_batches):
+    for strand, micro_batch, name, stop in _operators(plan, strands, micro_batches):
         op = strands[strand].by_id[name]
+        shown = PASS.get(strand, strand)
         sources = [(strand, micro_batch, source) for source in op.inputs]
         sources += [
             (other, micro_batch, source) for other, source in across.get((strand, name), ())
@@ -51,9 +56,9 @@ def simulate_step(
         rank.wait(flying[source] for source in sources if source in flying)
         ns = times[strand][name]
         if op.is_collective:
-            flying[strand, micro_batch, name] = rank.collective(op, ns, strand, micro_batch)
+            flying[strand, micro_batch, name] = rank.collective(op, ns, shown, micro_batch)
         else:
-            rank.compute(op, ns, strand, micro_batch)
+            rank.compute(op, ns, shown, micro_batch)
         if stop:
             rank.wait(rank.in_flight())
     return Timeline(label, 0, rank.finish())
@@ -73,22 +78,26 @@ def _across(of_phase: Mapping[str, OpGraph]) -> dict[tuple[str, str], list[tuple
     return found
 
 
-def _operators(plan: Plan, micro_batches: int) -> Iterator[tuple[str, int, str, bool]]:
+def _operators(
+    plan: Plan, strands: Container[str], micro_batches: int
+) -> Iterator[tuple[str, int, str, bool]]:
     """(strand, micro-batch, operator, whether a barrier follows) in the order of issue."""
     orders = plan.orders
+    alone = {FORWARD: end_strands(strands)[0], BACKWARD: end_strands(strands)[1]}
+    alone |= {AGAIN: FORWARD, BEFORE: BACKWARD}
     for phase, forward, backward in phases_of_step(orders, micro_batches):
         planned = plan.phases.get("pair" if phase == LAST else phase)
         stops = frozenset(planned.barriers if planned else ())
         owner = {
-            FORWARD: (FORWARD, forward),
             GATHER: (GATHER, forward),
+            FIRST: (FIRST, forward),
+            FORWARD: (FORWARD, forward),
             NEXT: (FORWARD, forward + 1),
             BACKWARD: (BACKWARD, backward),
+            FINAL: (FINAL, backward),
             REDUCE: (REDUCE, backward),
-            AGAIN: (FORWARD, forward),
-            BEFORE: (BACKWARD, backward),
         }
         for full_name in orders[phase]:
             head, _, name = full_name.rpartition(".")
-            strand, micro_batch = owner[head or phase]
+            strand, micro_batch = owner[head or alone[phase]]
             yield strand, micro_batch, name, full_name in stops

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from interlace.ir.costs import Contention
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
-from interlace.ir.phases import BASE_STRAND
+from interlace.ir.phases import PASS
 from interlace.ir.timeline import WAIT, Span, Timeline
 
 _DONE_NS = 1e-3
@@ -164,7 +164,7 @@ def simulate(
     for name in order:
         op = graph.by_id[name]
         head = name.partition(".")[0] if "." in name else graph.name
-        strand = BASE_STRAND.get(head, head)
+        strand = PASS.get(head, head)
         rank.wait(flying[source] for source in op.inputs if source in flying)
         if op.is_collective:
             flying[name] = rank.collective(op, solo_ns[name], strand, 0)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ from interlace.report.plan_json import plan_json
 from interlace.report.plan_picture import plan_png
 from interlace.report.plan_tables import plan_summary
 from interlace.rules import check, resolve_layout
+from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
 from interlace.runtime.strands import Strands, build_strands
 from interlace.train.build import build_module, published_shape
 from interlace.train.memory import constant_bytes, memory_limits
@@ -69,23 +71,28 @@ def plan_command(
     table = _read_costs(cost) if cost else None
     (_, layers, _), ranks = _shape(config), world_of(config.parallel)
     with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
-        strands = trace_fake(config)
-    if strands.not_repeated:
-        _say(f"every block was traced: {strands.not_repeated}")
+        candidates = trace_fake(config)
+    whole = candidates.whole
+    if whole.not_repeated:
+        _say(f"every block was traced: {whole.not_repeated}")
+    if table is None:
+        costs, origin = computed_costs(config, whole.op_graphs)
+    else:
+        costs, origin = measured_costs(table, str(cost), whole, interpolate=interpolate)
+    _say(f"costs: {origin}")
+    limits = memory_limits(config, whole.module, whole.data)
+    strands = whole
+    if config.overlap.passes != "ends":
+        strands = choose_passes(candidates, costs, limits)
     if strands.listing is not None:
         _say("\n".join(strands.listing.lines()))
     graphs = strands.op_graphs
-    if table is None:
-        costs, origin = computed_costs(config, graphs)
-    else:
-        costs, origin = measured_costs(table, str(cost), strands, interpolate=interpolate)
-    _say(f"costs: {origin}")
     comparison = compare_searches(
         graphs,
         costs,
         chosen=config.plan.search,
         micro_batches=config.train.micro_batches,
-        limits=memory_limits(config, strands.module, strands.data),
+        limits=limits,
         constant_bytes=constant_bytes(config, strands.module, strands.data),
         stage=_stage,
     )
@@ -105,8 +112,8 @@ def plan_command(
     return 0
 
 
-def trace_fake(config: RunConfig) -> Strands:
-    """The graphs of one rank of `config`, traced on fake tensors."""
+def trace_fake(config: RunConfig) -> Candidates:
+    """The graphs of one rank of `config` for two strands, traced on fake tensors."""
     ranks = world_of(config.parallel)
     config = resolve_layout(config, ranks)
     tensor = config.parallel.tensor
@@ -125,17 +132,22 @@ def trace_fake(config: RunConfig) -> Strands:
             )
             # Two tensors: one given twice would be traced as a single input.
             text, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+            reduce_dtype = DTYPES[config.train.reduce_dtype]
+            trace = partial(
+                build_strands,
+                module,
+                (text, targets),
+                meshes.axis_of_group,
+                data=data_layout(module, config.parallel, meshes, reduce_dtype),
+                recompute=policy_of(config.train),
+                repeat=True,
+            )
             with loss_context(meshes.tensor):
-                return build_strands(
-                    module,
-                    (text, targets),
-                    meshes.axis_of_group,
-                    data=data_layout(
-                        module, config.parallel, meshes, DTYPES[config.train.reduce_dtype]
-                    ),
-                    recompute=policy_of(config.train),
-                    repeat=True,
-                    decompose=_decompose_of(config),
+                return trace_candidates(
+                    lambda decompose: trace(decompose=decompose),
+                    _decompose_of(config),
+                    config.overlap.passes,
+                    strands=2,
                 )
     finally:
         dist.destroy_process_group()

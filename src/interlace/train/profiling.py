@@ -25,7 +25,8 @@ from interlace.runtime.agreement import check_agreement
 from interlace.runtime.measurements import Measurement, measurements
 from interlace.runtime.profile import Profiler, on_busy_links, open_profiler
 from interlace.runtime.signals import StopFlag, agreed
-from interlace.train.session import Session, link_label, open_session
+from interlace.train.opening import open_graphs
+from interlace.train.session import Session, link_label
 from interlace.train.worker import run_rank
 
 STOPPED = 130
@@ -59,18 +60,17 @@ def profile_command(config: RunConfig, output: Path, *, again: bool, progress: P
     alone, and both are measured afresh with `again`. Raises InputError for files of other graphs
     or machines. Returns the exit code.
     """
-    config = replace(config, strands="1", compare=CompareConfig(steps=0))
+    config = replace(config, strands="1", compare=CompareConfig(steps=0))  # one micro-batch will do
     return run_rank(config, partial(_profile, config, _Files(output, again), progress))
 
 
 def _profile(config: RunConfig, files: _Files, progress: Progress, stop: StopFlag) -> int:
-    session = open_session(config)
-    assert session.strands is not None
-    check_agreement({"data": session.dataset.digest, "graph": session.strands.digest})
+    session = open_graphs(config)
+    assert session.candidates is not None
+    strands = session.candidates.whole
+    check_agreement({"data": session.dataset.digest, "graph": strands.digest})
     machine = machine_id(session.device.type, link_label(config))
-    empty = CostTable(
-        operators={}, source="profile", graph_digest=session.strands.digest, machine=machine
-    )
+    empty = CostTable(operators={}, source="profile", graph_digest=strands.digest, machine=machine)
     table, is_current = _starting_point(files, empty)
     first = is_first_rank()
     if is_current:
@@ -96,8 +96,8 @@ def _profile(config: RunConfig, files: _Files, progress: Progress, stop: StopFla
 def _measure_all(
     session: Session, table: CostTable, files: _Files, progress: Progress, stop: StopFlag
 ) -> CostTable:
-    strands = session.strands
-    assert strands is not None
+    assert session.candidates is not None
+    strands = session.candidates.whole
     batches = session.dataset.batches(session.config.train.micro_batch_size)
     profiler = open_profiler(
         strands, session.move(next(batches)), session.device.type, session.constants

@@ -13,7 +13,8 @@ from interlace.runtime.signals import StopFlag
 from interlace.runtime.watchdog import Watchdog
 from interlace.train.build import published_shape
 from interlace.train.loop import Trainer, claim_directory
-from interlace.train.session import Session, open_session, process_group
+from interlace.train.opening import open_session
+from interlace.train.session import Session, process_group
 
 SAME_MISTAKE_S = 0.5
 """Less than the 0.75 s after which the watchdog ends a rank whose peer has failed."""

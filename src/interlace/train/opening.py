@@ -1,0 +1,272 @@
+"""Open a session: model, data, weights and optimizer, then graphs, costs, plans and engines."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import deterministic
+
+from interlace.config import Mode, RunConfig, modes_of
+from interlace.cost.profile import cached, machine_id
+from interlace.decompose.apply import Decompose
+from interlace.errors import InputError
+from interlace.graphs.recompute import policy_of
+from interlace.ir.costs import CostTable
+from interlace.ir.plan import Plan, read
+from interlace.parallel.data import data_layout
+from interlace.parallel.meshes import build_meshes
+from interlace.parallel.tensor import loss_context
+from interlace.rules import check, resolve_layout
+from interlace.runtime.executor import Batch
+from interlace.runtime.passes import choose_passes, trace_candidates
+from interlace.runtime.profile import profile_strands
+from interlace.runtime.rival import inductor_plan
+from interlace.runtime.strands import Strands, build_strands
+from interlace.search.limits import MemoryLimits
+from interlace.search.planner import make_plan
+from interlace.train.build import build_module, published_shape
+from interlace.train.data import open_dataset
+from interlace.train.engines import Draws, EagerEngine, Engine, StrandEngine
+from interlace.train.fully_sharded import FullyShardedEngine, sharded_twin
+from interlace.train.memory import memory_limits
+from interlace.train.optimizer import build_optimizer, build_schedule
+from interlace.train.session import (
+    DTYPES,
+    PLAIN_MODES,
+    Session,
+    cache_directory,
+    decompose_of,
+    device_type,
+    link_label,
+    vocabulary,
+)
+from interlace.train.weights import MasterWeights
+
+
+def open_session(config: RunConfig) -> Session:
+    """Build everything up to and including the plan. Collective; the process group exists."""
+    session, twin = _open(config)
+    _build_engines(session, twin)
+    return session
+
+
+def open_graphs(config: RunConfig) -> Session:
+    """A session with graphs for two strands, but no plan and no engines. Collective."""
+    session, _ = _open(config)
+    _trace(session, session.move(next(session.batches())), strands=2)
+    return session
+
+
+def _open(config: RunConfig) -> tuple[Session, nn.Module | None]:
+    check(config)
+    config = published_shape(config)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    config = resolve_layout(config, world_size)
+    _prepare_torch(config)
+    device = _device()
+    dataset = open_dataset(
+        config.data,
+        seed=config.train.seed,
+        cache_dir=cache_directory("tokens"),
+        divisor=config.parallel.tensor,
+        vocab_size=config.model.vocab_size,
+    )
+    vocab_size = vocabulary(config, dataset.vocab_size)
+    meshes = build_meshes(config.parallel, device.type)
+    torch.manual_seed(config.train.seed)
+    module = build_module(config, meshes, vocab_size, device)
+    dtype, reduce_dtype = DTYPES[config.train.dtype], DTYPES[config.train.reduce_dtype]
+    data = data_layout(module, config.parallel, meshes, reduce_dtype)
+    twin = None
+    if "eager" in modes_of(config) and data is not None and _can_fully_shard(config):
+        twin = sharded_twin(module, meshes, dtype)
+    weights = MasterWeights(module, dtype, data=data, meshes=meshes)
+    optimizer = build_optimizer(weights.parameters, config.optimizer)
+    schedule = build_schedule(optimizer, config.optimizer, config.train.steps)
+    session = Session(
+        config, rank, world_size, device, meshes, dataset, weights, optimizer, schedule
+    )
+    return session, twin
+
+
+def _prepare_torch(config: RunConfig) -> None:
+    torch.set_num_threads(config.train.threads)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Filling every fresh tensor with NaN would cost a write of all activations.
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _device() -> torch.device:
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= torch.cuda.device_count():
+        raise InputError(
+            f"local rank {index} has no GPU: this host has {torch.cuda.device_count()}",
+            hint="start at most one rank per GPU",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _trace(session: Session, example: Batch, *, strands: int, plain: bool = False) -> None:
+    """The graphs among which the run chooses, and what stands for their inputs."""
+    config, data = session.config, session.weights.data
+    session.candidates = trace_candidates(
+        lambda decompose: _strands(session, example, decompose),
+        decompose_of(config.overlap, session.device),
+        config.overlap.passes,
+        strands=strands,
+        plain=plain,
+    )
+    reason = session.candidates.all.not_repeated
+    if reason and session.rank == 0:
+        print(f"all layers are traced: {reason}", file=sys.stderr)
+    session.constants = {**session.weights.constants(), **session.weights.buffers()}
+    whole = isinstance(session.engines.get("eager"), EagerEngine)
+    if data is not None and data.gathers_each and not whole:
+        session.weights.drop_whole()
+
+
+def _build_engines(session: Session, twin: nn.Module | None) -> None:
+    modes = modes_of(session.config)
+    if "eager" in modes:
+        session.engines["eager"] = _eager_engine(session, twin)
+    if modes == {"eager"}:
+        return
+    example = session.move(next(session.batches()))
+    strands = 1 if session.config.strands == "1" else 2
+    _trace(session, example, strands=strands, plain=bool(modes & PLAIN_MODES))
+    session.strands = _chosen(session, example)
+    engines: dict[tuple[str, str], StrandEngine] = {}
+    for mode in sorted(modes - {"eager"}):
+        plan = _plan(session, mode, example)
+        graphs = session.strands_of(mode)
+        assert graphs is not None
+        key = (graphs.digest, plan.digest)
+        if key not in engines:
+            engines[key] = StrandEngine(
+                session.weights, graphs, plan, session.constants, _draws(session)
+            )
+        session.plans[mode] = plan
+        session.engines[mode] = engines[key]
+
+
+def _strands(session: Session, example: Batch, decompose: Decompose | None) -> Strands:
+    config = session.config
+    with loss_context(session.meshes.tensor):
+        return build_strands(
+            session.weights.module,
+            example,
+            session.meshes.axis_of_group,
+            data=session.weights.data,
+            recompute=policy_of(config.train),
+            repeat=config.model.source == "interlace",
+            decompose=decompose,
+        )
+
+
+def _chosen(session: Session, example: Batch) -> Strands:
+    """The graphs that the run works on: those of its plan, if it is given one."""
+    config, candidates = session.config, session.candidates
+    assert candidates is not None
+    if candidates.ends is None or config.overlap.passes == "ends":
+        return candidates.whole
+    if config.strands == "2" and config.plan.file:
+        return candidates.made_for(read(Path(config.plan.file)))
+    costs = _costs(session, candidates.whole, example)
+    return choose_passes(candidates, costs, _limits(session))
+
+
+def _draws(session: Session) -> Draws:
+    meshes = session.meshes
+    data_rank = meshes.data_rank * meshes.context.size() + meshes.context.get_local_rank()
+    return Draws(
+        seed=session.config.train.seed,
+        data_rank=data_rank,
+        tensor_rank=meshes.tensor.get_local_rank(),
+    )
+
+
+def _can_fully_shard(config: RunConfig) -> bool:
+    parallel = config.parallel
+    return (
+        parallel.zero == 3 and parallel.data_shard > 1 and parallel.tensor == parallel.context == 1
+    )
+
+
+def _eager_engine(session: Session, twin: nn.Module | None) -> Engine:
+    """PyTorch's own `fully_shard` where it does the same; else autograd on whole weights."""
+    if twin is None or session.weights.data is None:
+        return EagerEngine(session.weights, session.meshes)
+    return FullyShardedEngine(session.weights, twin, session.weights.data)
+
+
+def _plan(session: Session, mode: Mode, example: Batch) -> Plan:
+    """The plan of a way to run strands."""
+    config, strands = session.config, session.strands_of(mode)
+    assert strands is not None
+    if mode in ("1", "plain-1", "decomposed-1"):
+        return strands.sequential
+    if mode == "2" and config.plan.file:
+        return _read_plan(config.plan.file, strands)
+    costs = _costs(session, strands, example)
+    if mode == "inductor":
+        return inductor_plan(strands, costs)
+    search = config.plan.search if mode in ("2", "plain-2", "decomposed-2") else mode
+    for plan in session.plans.values():
+        made_for = (plan.search, plan.cost_digest, plan.graph_digest)
+        if made_for == (search, costs.digest, strands.digest):
+            return plan
+    return make_plan(strands.op_graphs, costs, search, limits=_limits(session))
+
+
+def _limits(session: Session) -> MemoryLimits:
+    return memory_limits(session.config, session.weights.module, session.weights.data)
+
+
+def _costs(session: Session, strands: Strands, example: Batch) -> CostTable:
+    """Measured when they are first asked for; where a step's ends have graphs of their own, these
+    are measured with the others, and all candidates share the table."""
+    candidates, tables = session.candidates, session.tables
+    assert candidates is not None
+    if strands.digest not in tables:
+        measured = candidates.whole if candidates.ends is not None else strands
+        if measured.digest not in tables:
+            tables[measured.digest] = _measured_costs(session, measured, example)
+        tables[strands.digest] = tables[measured.digest]
+    return tables[strands.digest]
+
+
+def _read_plan(file: str, strands: Strands) -> Plan:
+    plan = read(Path(file))
+    if plan.graph_digest != strands.digest:
+        raise InputError(
+            f"plan.file = {file!r} was made for graph {plan.graph_digest}, and this run has "
+            f"graph {strands.digest}",
+            hint="plan again for this model, layout and micro-batch size",
+        )
+    return plan
+
+
+def _measured_costs(session: Session, strands: Strands, example: Batch) -> CostTable:
+    config, device = session.config, session.device.type
+    machine = machine_id(device, link_label(config))
+    return cached(
+        cache_directory("costs") if config.plan.cache else None,
+        machine,
+        strands.digest,
+        lambda: profile_strands(
+            strands,
+            example,
+            device,
+            session.constants,
+            repeats=config.plan.profile_repeats,
+            machine=machine,
+        ),
+    )
