@@ -195,7 +195,7 @@ def test_training_compares_both_with_the_better_of_the_two() -> None:
     modes = {
         "eager": mode(180, 0.0),
         "plain-1": mode(150, 0.1),
-        "1": mode(120, 0.7),
+        "decomposed-1": mode(120, 0.7),
         "plain-2": mode(125, 0.6),
         "2": mode(100, 0.95),
     }

@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 from test_sim import graph
 
 from interlace.ir.costs import CostTable, cost_of
-from interlace.ir.graph import GraphInput, OpGraph
+from interlace.ir.graph import GraphInput, Kind, Operator, OpGraph
 from interlace.ir.phases import PHASES, derived_orders, phase_graphs
-from interlace.ir.plan import PhasePlan, Plan, sequential
+from interlace.ir.plan import PhasePlan, Plan, check, sequential
 from interlace.search.memory import peak_bytes
+from interlace.search.planner import SEARCHES, plan_phase
+from interlace.search.problem import Problem
 from interlace.sim.step import simulate_step
 from interlace.sim.strands import simulate
 from strategies import op_graphs, orders_of
@@ -103,3 +105,33 @@ def test_values_of_a_head_are_counted_in_both_phases() -> None:
     assert [(i.id, i.bytes) for i in carried] == [("forward.a", 200), ("forward.g", 200)]
     assert peak_bytes(graphs["last"], graphs["last"].order) == 600
     assert graphs["last"].by_id["forward.b"].inputs == ()
+
+
+def test_a_head_waits_for_the_weights_that_are_gathered_before_the_step() -> None:
+    """The first layer's weight is gathered once; the forward of the next micro-batch, whose head
+    runs ahead in the first phase, reads it too. Every search gives a valid plan."""
+
+    def op(name: str, lane: str, *inputs: str, **memory: tuple[str, ...]) -> Operator:
+        kind = Kind.MATMUL if lane == "compute" else Kind.ALL_GATHER
+        return Operator(
+            id=name, kind=kind, target="t", lane=lane, inputs=inputs, key=f"{name} {lane}",
+            bytes_in=8, bytes_out=8, flops=8, reads=memory.get("reads", ()),
+            writes=memory.get("writes", ()),
+        )  # fmt: skip
+
+    given = (GraphInput("w", "parameter", 8),)
+    layers = [op("mm", "compute", reads=("w",)), op("ag", "tp", "mm")]
+    for layer in range(3):
+        above = layers[-1].id
+        layers += [op(f"mm{layer}", "compute", above), op(f"ag{layer}", "tp", f"mm{layer}")]
+    strands = {
+        "gather": OpGraph(
+            "gather", (op("g", "dp"), op("copy", "compute", "g", writes=("w",))), given, ()
+        ),
+        "forward": OpGraph("forward", tuple(layers), given, ()),
+        "backward": OpGraph("backward", tuple(layers), given, ()),
+    }
+    graph = phase_graphs(strands, 2)["forward"]
+    solo_ns = table(strands, 1000).of(graph)
+    for search in SEARCHES:
+        check(plan_phase(Problem(graph, solo_ns), search).order, graph, search)

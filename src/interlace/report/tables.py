@@ -15,9 +15,11 @@ MODE_NAMES = {
     "1": "one strand",
     "plain-2": "two strands, not decomposed",
     "2": "two strands, interlaced",
+    "decomposed-1": "one strand, all passes decomposed",
+    "decomposed-2": "two strands, all passes decomposed",
 }
 """What people read for each way of running a step."""
-MODE_ORDER = ("eager", "plain-1", "1", "plain-2", "2")
+MODE_ORDER = ("eager", "plain-1", "decomposed-1", "1", "plain-2", "decomposed-2", "2")
 _NS_PER_MS = 1e6
 
 
@@ -163,6 +165,8 @@ def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
         ("speedup_vs_one_strand", "one strand"),
         ("speedup_vs_plain_one_strand", "one strand, not decomposed"),
         ("speedup_vs_plain_two_strands", "two strands, not decomposed"),
+        ("speedup_vs_decomposed_one_strand", "one strand, all passes decomposed"),
+        ("speedup_vs_decomposed_two_strands", "two strands, all passes decomposed"),
     ):
         gain = comparison.get(key)
         if gain is not None:

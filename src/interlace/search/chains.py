@@ -69,9 +69,15 @@ def jobs(graph: OpGraph) -> dict[str, list[Operator]]:
     """The operators of each job in graph order, those for a later micro-batch behind the others.
 
     If all operators belong to one job, nothing else is there to run beside it, and those for a
-    later micro-batch are a job of their own.
+    later micro-batch are a job of their own, unless they need what is gathered for both: chains
+    are merged as if no job needed another.
     """
-    alone = len({job_of(strand_of(op.id)) for op in graph.operators}) == 1
+    alone = len({job_of(strand_of(op.id)) for op in graph.operators}) == 1 and all(
+        strand_of(source) == NEXT
+        for op in graph.operators
+        if strand_of(op.id) == NEXT
+        for source in op.inputs
+    )
     found: dict[str, list[Operator]] = {}
     for op in sorted(graph.operators, key=lambda op: strand_of(op.id) == NEXT):  # stable
         strand = strand_of(op.id)

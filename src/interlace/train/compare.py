@@ -192,7 +192,7 @@ def _summary(session: Session, results: Mapping[Mode, ModeResult], steps: int) -
         )
         summary["losses_identical"] = _on_all_ranks(losses, session)
         summary["weights_identical"] = _on_all_ranks(states, session)
-    ones = ("eager", "1", "plain-1")
+    ones = ("eager", "1", "plain-1", "decomposed-1")
     ours = "2" if "2" in results else next((m for m in results if m not in ones), None)
     if ours is not None:
         summary |= _gains(results, ours)
@@ -230,6 +230,8 @@ def _gains(results: Mapping[Mode, ModeResult], ours: Mode) -> dict[str, Any]:
         "1": "speedup_vs_one_strand",
         "plain-1": "speedup_vs_plain_one_strand",
         "plain-2": "speedup_vs_plain_two_strands",
+        "decomposed-1": "speedup_vs_decomposed_one_strand",
+        "decomposed-2": "speedup_vs_decomposed_two_strands",
     }
     for base, name in bases.items():
         if base in results and base != ours:
