@@ -153,13 +153,13 @@ def test_every_shape_fits_its_ranks(ranks: int, job: Job) -> None:
     assert job.turns >= 1
     assert len({shape.compatible for shape in job.shapes}) == 1
     assert bool(job.environment) == job.shapes[0].compatible
-    assert bool(job.shapes[0].compute) == (ranks > 2 or job.shapes[0].compatible)
     for shape in job.shapes:
+        assert bool(shape.compute) == (ranks > 2 or shape.compatible or shape.paced)
         assert shape.rows % 8 == 0
         assert shape.width % (ranks * shape.head_size) == 0
         assert shape.inner * shape.width % ranks == 0
         assert all(ratio > 0 for ratio in shape.ratios)
-        assert (shape.flops_per_s is None) == (ranks == 2)
+        assert (shape.flops_per_s is None) == (ranks == 2 and not shape.paced)
         assert {"compute", "vanilla", "slicing 8", "ring"} <= set(shape.ways(ranks))
         assert ("bidirectional" in shape.ways(ranks)) == (ranks > 2)
 

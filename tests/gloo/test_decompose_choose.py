@@ -158,6 +158,29 @@ def test_training_says_what_it_decomposed_and_compares_with_plain_graphs(tmp_pat
     assert "speedup_vs_plain_one_strand" in summary
 
 
+def test_training_decomposes_the_ends_of_a_step(tmp_path: Path) -> None:
+    """Two ranks: two strands have the bits of one strand with the same passes, and a run whose plan
+    is given takes the graphs that it was made for."""
+    workplace = Workplace(tmp_path)
+    ways = ("plain-2", "decomposed-1", "decomposed-2", "1", "2")
+    modes = [word for mode in ways for word in ("--compare.modes", mode)]
+    ring = ("--overlap.decompose", "ring", "--plan.search", "list", "--train.steps", "1")
+    ends = (*ring, "--overlap.passes", "ends")
+    said = workplace.train(*ends, "--compare.steps", "1", *modes, out="out")
+    assert "decomposed 18 of 18 sites (ring 18) in the first forward and the last backward" in said
+    listing = json.loads((tmp_path / "out" / "decompose.json").read_text())
+    assert listing["passes"] == "ends"
+    summary: dict[str, Any] = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert summary["losses_identical"]
+    assert summary["weights_identical"]
+    losses = {mode: row["losses"] for mode, row in summary["modes"].items()}
+    for mode in ways:
+        assert losses[mode] == pytest.approx(losses["2"], rel=1e-5)
+    assert "speedup_vs_decomposed_one_strand" in summary
+    workplace.train(*ends, "--plan.file", str(tmp_path / "out" / "plan.txt"), out="again")
+    assert workplace.losses("again") == workplace.losses("out")
+
+
 @pytest.fixture(scope="module")
 def model() -> Iterator[Model]:
     """One of two imagined ranks; what they send arrives at once and holds anything."""

@@ -1,9 +1,11 @@
-"""Matmuls and attention that sleep instead of computing, for more ranks than there are cores."""
+"""Matmuls and attention that take a given time: asleep instead of computing, for more ranks than
+there are cores, or paced, for cores that others slow down."""
 
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,23 +24,30 @@ _ATTENTION = {
 
 
 @contextmanager
-def emulated_compute(flops_per_s: float) -> Iterator[None]:
+def emulated_compute(flops_per_s: float, *, paced: bool = False) -> Iterator[Callable[[], None]]:
     """Inside, every matmul and attention takes its FLOPs / `flops_per_s` asleep; results are zeros.
+    With `paced` it is computed and then sleeps for the rest of that time. One that took longer
+    shortens the sleep of the next ones, until what is yielded is called.
 
     Everything else, transfers above all, is done as ever. Holds in the thread that enters it, and
     for the backward passes that it starts. A slice takes exactly its share of the whole, so
     slicing loses nothing.
     """
-    with _Sleeping(flops_per_s):
-        yield
+    with _Sleeping(flops_per_s, paced=paced) as sleeping:
+        yield sleeping.forget
 
 
 class _Sleeping(TorchDispatchMode):
-    def __init__(self, flops_per_s: float) -> None:
+    def __init__(self, flops_per_s: float, *, paced: bool) -> None:
         super().__init__()
         self.flops_per_s = flops_per_s
+        self.paced = paced
         self._late_s = 0.0
         """By how much the sleeps so far were too long; the next ones are shorter."""
+
+    def forget(self) -> None:
+        """From now on the next ones last no shorter for those before."""
+        self._late_s = 0.0
 
     def __torch_dispatch__(
         self,
@@ -48,18 +57,25 @@ class _Sleeping(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+
+        def computed() -> Any:
+            return func(*args, **kwargs)
+
         if func.overloadpacket in _MATMULS:
-            return self._slept(_matmul_flops(args), lambda: _matmul_zeros(func, args, kwargs))
+            zeros = partial(_matmul_zeros, func, args, kwargs)
+            return self._slept(_matmul_flops(args), computed if self.paced else zeros)
         if func.overloadpacket in _ATTENTION:
             values = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
             values |= kwargs
             count = _ATTENTION[func.overloadpacket]
-            return self._slept(count * _attention_flops(values), lambda: _attention_zeros(values))
-        return func(*args, **kwargs)
+            zeros = partial(_attention_zeros, values)
+            flops = count * _attention_flops(values)
+            return self._slept(flops, computed if self.paced else zeros)
+        return computed()
 
-    def _slept(self, flops: int, zeros: Callable[[], Any]) -> Any:
+    def _slept(self, flops: int, make: Callable[[], Any]) -> Any:
         end = time.perf_counter() + flops / self.flops_per_s - self._late_s
-        result = zeros()
+        result = make()
         time.sleep(max(0.0, end - time.perf_counter()))
         self._late_s = time.perf_counter() - end
         return result

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -42,7 +42,7 @@ from interlace.runtime.launched import follow_launcher
 _LIMIT = timedelta(seconds=120)
 _LATENCY_US = 50.0
 _REPEATS = 5
-"""Of each calibration: of compute the fastest counts, of transfers the median."""
+"""Of each calibration: of real compute the fastest counts, of all else the median."""
 _SENDS = 4
 """Slices sent one behind the other, so that the 80 KiB that pass unshaped after a pause are few."""
 _LARGEST_DIFFERENCE = 1e-3
@@ -85,14 +85,16 @@ def main(job_path: str, result_path: str) -> int:
 def measure_point(job: Job, shape: Shape, ratio: float) -> list[dict[str, Any]]:
     """Forward, then forward and backward, of one shape at the rate that follows from `ratio`."""
     rate = shape.flops_per_s
-    compute = nullcontext() if rate is None else emulated_compute(rate)
-    with compute, _calibrated(job, shape, ratio) as (group, calibration):
+    compute: AbstractContextManager[Callable[[], None] | None] = nullcontext()
+    if rate is not None:
+        compute = emulated_compute(rate, paced=shape.paced)
+    with compute as begin, _calibrated(job, shape, ratio) as (group, calibration):
         block = build_block(shape, group)
         warm_up(block)
         found = []
         for backward in (False, True):
             began = time.monotonic()
-            ways = take_turns(block, job, backward=backward)
+            ways = take_turns(block, job, backward=backward, begin=begin)
             found.append(
                 {
                     "ranks": dist.get_world_size(),
@@ -107,10 +109,12 @@ def measure_point(job: Job, shape: Shape, ratio: float) -> list[dict[str, Any]]:
     return found
 
 
-def take_turns(block: Block, job: Job, *, backward: bool) -> dict[str, dict[str, list[int]]]:
+def take_turns(
+    block: Block, job: Job, *, backward: bool, begin: Callable[[], None] | None = None
+) -> dict[str, dict[str, list[int]]]:
     """Steps of each way in turn, the order rotated: {way: {"ns": [...], "cpu_ns": [...]}}.
 
-    A step takes as long as on the slowest rank; all start together.
+    A step takes as long as on the slowest rank; all start together, and call `begin` first.
     """
     ways = block.shape.ways(block.ranks)
     results: dict[str, dict[str, list[int]]] = {way: {"ns": [], "cpu_ns": []} for way in ways}
@@ -120,6 +124,8 @@ def take_turns(block: Block, job: Job, *, backward: bool) -> dict[str, dict[str,
         first = turn % len(ways)
         for way in (*ways[first:], *ways[:first]):
             dist.barrier(block.group)
+            if begin is not None:
+                begin()
             wall, cpu = time.perf_counter_ns(), time.process_time_ns()
             block.step(way, backward=backward)
             spent = [time.perf_counter_ns() - wall, time.process_time_ns() - cpu]
@@ -136,7 +142,7 @@ def warm_up(block: Block) -> None:
     expected = _results(block, VANILLA)
     for way in block.shape.ways(block.ranks):
         found = _results(block, way)
-        if way == COMPUTE or block.shape.flops_per_s is not None:
+        if way == COMPUTE or (block.shape.flops_per_s is not None and not block.shape.paced):
             continue
         pairs = zip(found, expected, strict=True)
         worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
@@ -160,8 +166,10 @@ def _calibrated(
 ) -> Iterator[tuple[dist.ProcessGroup, Calibration]]:
     """A group on links at which a transfer takes `ratio` times the slice's compute."""
     ranks = dist.get_world_size()
+    # Of sleeps one that is too long makes the next one shorter, so that the median is right.
+    typical = min if shape.flops_per_s is None else median
     parts = {
-        name: _over_ranks([_fastest_ns(call)], dist.ReduceOp.AVG)[0]
+        name: _over_ranks([round(typical(_times_ns(call)))], dist.ReduceOp.AVG)[0]
         for name, call in build_block(shape, _world()).parts().items()
     }
     wanted_ns = ratio * hidden_under_ns(parts, ranks)
@@ -230,14 +238,14 @@ def _transfer(shape: Shape, group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _fastest_ns(call: Callable[[], Tensor]) -> int:
+def _times_ns(call: Callable[[], Tensor]) -> list[int]:
     call()
     times = []
     for _ in range(_REPEATS):
         began = time.perf_counter_ns()
         call()
         times.append(time.perf_counter_ns() - began)
-    return min(times)
+    return times
 
 
 def _over_ranks(values: Sequence[int], op: Any) -> list[int]:

@@ -33,7 +33,9 @@ class Shape:
     ratios: tuple[float, ...] = (0.5, 0.8, 1.5)
     """Transfer time over compute time of a slice, at each of which it is run."""
     flops_per_s: float | None = None
-    """Speed of emulated compute; None computes."""
+    """Speed of emulated or paced compute; None computes as fast as it can."""
+    paced: bool = False
+    """Computed, and then asleep until the time of that speed is over."""
     compatible: bool = False
     """Computed by MKL's code path for any CPU, 3 times as slow; see `Job.environment`."""
 
@@ -41,7 +43,7 @@ class Shape:
     def compute(self) -> str:
         """What is unusual about its compute, for labels."""
         if self.flops_per_s:
-            return ", emulated compute"
+            return ", paced compute" if self.paced else ", emulated compute"
         return ", compatible MKL" if self.compatible else ""
 
     @property

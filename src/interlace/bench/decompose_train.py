@@ -32,7 +32,7 @@ FULL = Size(
     layers=2,
     width=2048,
     sequence_length=256,  # slices of 128 rows: each matmul packs its whole weight
-    steps=3,
+    steps=6,
     points=_points(2, 4, ratio=0.6),
     layout=_DECOMPOSED,
 )
