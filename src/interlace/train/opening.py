@@ -45,6 +45,12 @@ from interlace.train.session import (
 )
 from interlace.train.weights import MasterWeights
 
+_OTHER_GRAPH = "plan again for this model, layout and micro-batch size"
+_BY_TIMES = (
+    "; slices follow from times measured at each start, unless overlap.decompose names a variant "
+    "and overlap.pieces a number"
+)
+
 
 def open_session(config: RunConfig) -> Session:
     """Build everything up to and including the plan. Collective; the process group exists."""
@@ -249,7 +255,7 @@ def _read_plan(file: str, strands: Strands) -> Plan:
         raise InputError(
             f"plan.file = {file!r} was made for graph {plan.graph_digest}, and this run has "
             f"graph {strands.digest}",
-            hint="plan again for this model, layout and micro-batch size",
+            hint=_OTHER_GRAPH + (_BY_TIMES if strands.listing is not None else ""),
         )
     return plan
 
