@@ -1,7 +1,7 @@
 """Proves that only the ends of a step can run decomposed, with the bits of one strand on the same
 graphs, and how a run chooses between that and decomposing everywhere."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,11 @@ from decompose_world import Model, asked, build_llama
 from processes import run_ranks
 
 from interlace.decompose.apply import Decompose
+from interlace.decompose.choose import Request, SiteTimes, SliceTimes, Way
+from interlace.decompose.sites import Site
 from interlace.errors import InputError
 from interlace.graphs.torch_private import init_fake_world
+from interlace.graphs.trace import StrandGraph
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import Kind, OpGraph
 from interlace.ir.plan import Plan
@@ -24,7 +27,13 @@ NO_LIMITS = MemoryLimits()
 ENDS = [["backward", 3], ["forward", 1]]
 
 
-def child(rank_count: int) -> dict[str, Any]:
+def long_sends(strand: StrandGraph, site: Site, ways: Sequence[Way]) -> SiteTimes:
+    """Times at which a projection hides too little, so that its attention is cut with it."""
+    slices = {way: SliceTimes(compute_ns=1000, send_ns=3000) for way in ways}
+    return SiteTimes(plain_ns=13_000, slices=slices)
+
+
+def child(rank_count: int, times: str) -> dict[str, Any]:
     """A rank: steps of 3 micro-batches on plain, decomposed and mixed graphs, in a process group
     that was made without naming a backend."""
     from decompose_world import batches, furthest
@@ -34,7 +43,10 @@ def child(rank_count: int) -> dict[str, Any]:
     from interlace.runtime.recorder import Recorder, clock_for
 
     model = build_llama(torch.float64, rank_count)
-    found = trace_candidates(model.strands, asked("ring"), "ends", strands=2)
+    decompose = asked("ring")
+    if times == "long sends":
+        decompose = Decompose(request=Request(variant="auto", pieces=1), times=long_sends)
+    found = trace_candidates(model.strands, decompose, "ends", strands=2)
     plain, ends = found.plain, found.ends
     assert plain is not None
     assert ends is not None
@@ -66,19 +78,21 @@ def child(rank_count: int) -> dict[str, Any]:
             for op in strands.pair.operators
             if op.key not in table.operators
         ],
-        "listing": ends.listing.summary() if ends.listing else "",
+        "listing": ends.listing.lines() if ends.listing else [],
         "digests": [strands.digest for strands in (plain, found.all, ends)],
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_ends_of_a_step_run_decomposed(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "times"), [(2, "even"), (2, "long sends"), (4, "even")])
+def test_the_ends_of_a_step_run_decomposed(ranks: int, times: str) -> None:
     """Sends are in the first forward and the last backward only, in one strand and in two, whose
     bits are equal in any order; every operator of all graphs gets measured; one micro-batch is
     both ends."""
     found = [
         result.value
-        for result in run_ranks("test_decompose_passes:child", ranks, args=[ranks], timeout_s=200)
+        for result in run_ranks(
+            "test_decompose_passes:child", ranks, args=[ranks, times], timeout_s=200
+        )
     ]
     for rank in found:
         assert rank["error"] <= 1e-12
@@ -87,7 +101,9 @@ def test_the_ends_of_a_step_run_decomposed(ranks: int) -> None:
         assert rank["alone"] == 0
         assert rank["untouched"]
         assert rank["unmeasured"] == []
-        assert "in the first forward and the last backward of a step" in rank["listing"]
+        assert "in the first forward and the last backward of a step" in rank["listing"][0]
+        split = any("attention_scatter" in line for line in rank["listing"])
+        assert split is (times == "long sends")
         assert len(set(rank["digests"])) == 3
         assert rank["digests"] == found[0]["digests"]
 
@@ -178,4 +194,6 @@ def test_ends_that_do_not_fit_are_refused(model: Model) -> None:
     with pytest.raises(InputError, match="other values are kept") as error:
         trace_candidates(trace, asked("ring"), "ends", strands=2)
     assert "all" in error.value.hint
-    assert trace_candidates(trace, asked("auto", 0), "auto", strands=2).ends is None
+    found = trace_candidates(trace, asked("auto", 0), "auto", strands=2)
+    assert found.ends is None
+    assert "other values are kept" in found.misfit

@@ -228,8 +228,10 @@ class _Buffers:
         self.mixed = writer.call(aten.new_empty.default, query, [length, batch, heads, size])
         for result in attention.kernel.users:
             if result.args[1] == 1 and result.users:
-                shape, dtype = [batch, heads, length], result.meta["val"].dtype
-                self.lse = writer.call(aten.new_empty.default, query, shape, dtype=dtype)
+                # Laid out as the kernel does it, so that a backward of plain graphs can take it.
+                kept = result.meta["val"]
+                call, shape, strides = aten.new_empty_strided.default, kept.shape, kept.stride()
+                self.lse = writer.call(call, query, [*shape], [*strides], dtype=kept.dtype)
 
     def fill(self, slices: list[fx.Node]) -> None:
         """Put the attention of its rows in front of each of the projection's `slices`."""

@@ -38,6 +38,7 @@ _KINDS = {
         "zeros_like",
         "copy_",
         "new_empty",
+        "new_empty_strided",
     },
     Kind.ACCUMULATE: {"add_"},
 }

@@ -36,6 +36,8 @@ class Candidates:
     """Every pass as `[overlap]` asks for."""
     ends: Strands | None
     """The ends of a step like `all`, the other passes `plain`; None if that is no choice."""
+    misfit: str = ""
+    """Why it is none though it was wanted."""
 
     @property
     def whole(self) -> Strands:
@@ -76,7 +78,7 @@ def trace_candidates(
             hint='set overlap.passes to "all"',
         )
     ends = None if misfit else with_ends(whole, everywhere)
-    return Candidates(plain=whole, all=everywhere, ends=ends)
+    return Candidates(plain=whole, all=everywhere, ends=ends, misfit=misfit)
 
 
 def with_ends(plain: Strands, decomposed: Strands) -> Strands:
