@@ -162,7 +162,7 @@ def test_training_decomposes_the_ends_of_a_step(tmp_path: Path) -> None:
     """Two ranks: two strands have the bits of one strand with the same passes, and a run whose plan
     is given takes the graphs that it was made for."""
     workplace = Workplace(tmp_path)
-    ways = ("plain-2", "decomposed-1", "decomposed-2", "1", "2")
+    ways = ("decomposed-1", "1", "2")
     modes = [word for mode in ways for word in ("--compare.modes", mode)]
     ring = ("--overlap.decompose", "ring", "--overlap.pieces", "1", "--overlap.passes", "ends")
     ends = (*ring, "--plan.search", "list", "--train.steps", "1")
