@@ -165,7 +165,9 @@ def test_training_decomposes_the_ends_of_a_step(tmp_path: Path) -> None:
     ways = ("decomposed-1", "1", "2")
     modes = [word for mode in ways for word in ("--compare.modes", mode)]
     ring = ("--overlap.decompose", "ring", "--overlap.pieces", "1", "--overlap.passes", "ends")
-    ends = (*ring, "--plan.search", "list", "--train.steps", "1")
+    # Two ranks that trace and plan on a loaded machine were once silent for 2.5 s.
+    patient = ("--watchdog.dead_after_s", "15")
+    ends = (*ring, *patient, "--plan.search", "list", "--train.steps", "1")
     said = workplace.train(*ends, "--compare.steps", "1", *modes, out="out")
     assert "decomposed 18 of 18 sites (ring 18) in the first forward and the last backward" in said
     listing = json.loads((tmp_path / "out" / "decompose.json").read_text())
