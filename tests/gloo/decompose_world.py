@@ -1,12 +1,13 @@
 """What the tests of decomposed graphs run inside a rank: small models in float64 or float32, their
 graphs decomposed in some way, and steps of them in any plan."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,7 @@ from interlace.decompose.apply import Decompose, decompose_chunk
 from interlace.decompose.choose import Request, SiteTimes, SliceTimes, Way
 from interlace.decompose.sites import Site
 from interlace.graphs.recompute import RecomputePolicy, with_recompute
+from interlace.graphs.torch_private import init_fake_world
 from interlace.graphs.trace import ChunkGraphs, StrandGraph, trace_chunk
 from interlace.ir.plan import Plan
 from interlace.models import model_file
@@ -93,6 +95,15 @@ def copied(strand: StrandGraph) -> StrandGraph:
 def build_llama(dtype: torch.dtype, ranks: int, **shape: Any) -> Model:
     """A small Llama of this package, tensor and sequence parallel."""
     return _build("llama", dtype, ranks, shape)
+
+
+def imagined_llama() -> Iterator[Model]:
+    """One of two imagined ranks; what they send arrives at once and holds anything."""
+    init_fake_world(2)
+    try:
+        yield build_llama(torch.float64, 2, layers=1)
+    finally:
+        dist.destroy_process_group()
 
 
 def build_gpt(dtype: torch.dtype, ranks: int) -> Model:

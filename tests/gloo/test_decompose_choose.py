@@ -1,16 +1,14 @@
 """Proves how a way is chosen for each site, and that runs and plans say what they decomposed."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
-import torch.distributed as dist
-from decompose_world import Model, asked, build_llama, live_bytes
+from decompose_world import Model, asked, imagined_llama, live_bytes
 from training import Workplace
 
 from interlace.config import (
@@ -26,7 +24,6 @@ from interlace.config import (
 from interlace.decompose.choose import Choice, Request, SiteTimes, SliceTimes, Way, choose, ways_of
 from interlace.decompose.sites import Site, SiteKind
 from interlace.errors import InputError
-from interlace.graphs.torch_private import init_fake_world
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.graph import Kind
 from interlace.sim.decomposed import decomposed_ns
@@ -183,14 +180,7 @@ def test_training_decomposes_the_ends_of_a_step(tmp_path: Path) -> None:
     assert workplace.losses("again") == workplace.losses("out")
 
 
-@pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
-    """One of two imagined ranks; what they send arrives at once and holds anything."""
-    init_fake_world(2)
-    try:
-        yield build_llama(torch.float64, 2, layers=1)
-    finally:
-        dist.destroy_process_group()
+model = pytest.fixture(imagined_llama, scope="module")
 
 
 def test_weight_gradients_run_under_the_last_sends(model: Model) -> None:

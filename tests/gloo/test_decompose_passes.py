@@ -1,21 +1,19 @@
 """Proves that only the ends of a step can run decomposed, with the bits of one strand on the same
 graphs, and how a run chooses between that and decomposing everywhere."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from decompose_world import Model, asked, build_llama
+from decompose_world import Model, asked, build_llama, imagined_llama
 from processes import run_ranks
 
 from interlace.decompose.apply import Decompose
 from interlace.decompose.choose import Request, SiteTimes, SliceTimes, Way
 from interlace.decompose.sites import Site
 from interlace.errors import InputError
-from interlace.graphs.torch_private import init_fake_world
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import Kind, OpGraph
@@ -108,14 +106,7 @@ def test_the_ends_of_a_step_run_decomposed(ranks: int, times: str) -> None:
         assert rank["digests"] == found[0]["digests"]
 
 
-@pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
-    """One of two imagined ranks."""
-    init_fake_world(2)
-    try:
-        yield build_llama(torch.float64, 2, layers=1)
-    finally:
-        dist.destroy_process_group()
+model = pytest.fixture(imagined_llama, scope="module")
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,10 @@ sleep until a matmul has taken a set time, so that neither the copying nor other
 changes what is measured. Two cases compute as fast as they can: an MLP by MKL's code path for any
 CPU and wider inside than the tables' 4 D, so that the copying is a few per cent of a transfer, and
 one of their width at full speed. Four ranks share the cores and sleep as long as their matmuls
-would take. All of it is said in every row. All ways take turns step by step
-in one run, after an untimed step of each. gloo's own collectives move more bytes, or use one
-direction of a link at a time: vanilla and slicing use those of `graphs.collectives`, and an
-all-to-all with a local sum for a reduce-scatter. Then a training run: eager, decomposed, two
-strands, both.
+would take. All of it is said in every row. All ways take turns step by step in one run, after an
+untimed step of each. gloo's own collectives move more bytes, or use one direction of a link at a
+time: vanilla and slicing use those of `graphs.collectives`, and an all-to-all with a local sum for
+a reduce-scatter. Then a training run: eager, one strand, decomposed, two strands, both.
 """
 
 import json
