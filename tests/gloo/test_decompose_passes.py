@@ -187,4 +187,9 @@ def test_ends_that_do_not_fit_are_refused(model: Model) -> None:
     assert "all" in error.value.hint
     found = trace_candidates(trace, asked("auto", 0), "auto", strands=2)
     assert found.ends is None
-    assert "other values are kept" in found.misfit
+    assert found.all.listing is not None
+    said = found.all.listing.summary()
+    assert (
+        " in all passes, as other values are kept for the backward in decomposed graphs; " in said
+    )
+    assert found.all.listing.as_dict()["misfit"]

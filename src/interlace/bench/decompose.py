@@ -4,13 +4,14 @@ MLP and attention blocks with the ratios of CommFuse's tables (transfer time of 
 times its compute), forward and forward + backward, on links that are shaped for each. Two ranks
 have a core each, which computes and does the copying of the link too. Paced, they compute and then
 sleep until a matmul has taken a set time, so that neither the copying nor other load on the core
-changes what is measured. Two cases compute as fast as they can: an MLP by MKL's code path for any
-CPU and wider inside than the tables' 4 D, so that the copying is a few per cent of a transfer, and
-one of their width at full speed. Four ranks share the cores and sleep as long as their matmuls
-would take. All of it is said in every row. All ways take turns step by step in one run, after an
-untimed step of each. gloo's own collectives move more bytes, or use one direction of a link at a
-time: vanilla and slicing use those of `graphs.collectives`, and an all-to-all with a local sum for
-a reduce-scatter. Then a training run: eager, one strand, decomposed, two strands, both.
+changes what is measured. Others compute as fast as they can: blocks of the tables' widths by MKL's
+code path for any CPU, 2 to 3 times as slow, so that the copying is a few per cent of a transfer;
+and at full speed an MLP that is wider inside, for the same reason, and one of the tables' width,
+where the copying shows. Four ranks share the cores and sleep as long as their matmuls would take.
+All of it is said in every row. All ways take turns step by step in one run, after an untimed step
+of each. gloo's own collectives move more bytes, or use one direction of a link at a time: vanilla
+and slicing use those of `graphs.collectives`, and an all-to-all with a local sum for a
+reduce-scatter. Then a training run: eager, one strand, decomposed, two strands, both.
 """
 
 import json
@@ -49,16 +50,20 @@ _PACED = (
     Shape(block="mlp", width=1024, rows=1024, ratios=(0.8, 1.5), flops_per_s=2.5e10, paced=True),
     Shape(block="attention", width=1024, rows=512, ratios=(0.8,), flops_per_s=1e10, paced=True),
 )
-# What the core spends on copying, 12 to 15 ms for 8 MiB each way, is a matter of bytes and not of
-# the rate, and what slices cost is one more packing of the weight: both shrink against the compute
-# with the inner width and the rows. Steps are short, as bursts of other load last about a second.
-_WIDE = Shape(block="mlp", width=256, inner=64, rows=512, ratios=(0.8,), compatible=True)
+# What a core spends while it computes, 5 to 8 ms on copying 8 MiB each way and up to 3 ms on a
+# send, in which gloo's thread may wait for a lock, must be little against the transfer: so more is
+# computed for each byte than by a fast core at the tables' width.
+_SLOWED = (
+    Shape(block="mlp", width=2048, rows=1024, ratios=(0.8, 1.5), compatible=True),
+    Shape(block="attention", width=2048, rows=1024, ratios=(0.8, 1.5), compatible=True),
+)
+_WIDE = Shape(block="mlp", width=256, inner=64, rows=4096, ratios=(0.8,))
 _TABLE = Shape(block="mlp", width=2048, rows=1024, ratios=(0.8,))
 FULL = Sizes(
     blocks=(
-        (2, Job(shapes=_PACED, turns=4, most_turns=6)),
-        (2, Job(shapes=(_WIDE,), turns=8, most_turns=16)),
-        (2, Job(shapes=(_TABLE,), turns=3, most_turns=5)),
+        (2, Job(shapes=_PACED, turns=3, most_turns=5)),
+        (2, Job(shapes=_SLOWED, turns=3, most_turns=5)),
+        (2, Job(shapes=(_WIDE, _TABLE), turns=4, most_turns=8)),
         (
             4,
             Job(

@@ -37,7 +37,7 @@ class Shape:
     paced: bool = False
     """Computed, and then asleep until the time of that speed is over."""
     compatible: bool = False
-    """Computed by MKL's code path for any CPU, 3 times as slow; see `Job.environment`."""
+    """Computed by MKL's code path for any CPU, 2 to 3 times as slow; see `Job.environment`."""
 
     @property
     def compute(self) -> str:

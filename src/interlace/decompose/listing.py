@@ -23,6 +23,8 @@ class Listing:
     """Collectives that are no sites."""
     passes: Literal["all", "ends"] = "all"
     """Of a step; `ends` are its first forward and its last backward."""
+    misfit: str = ""
+    """Why the ends alone cannot be decomposed, where the run was to choose between both."""
 
     @property
     def decomposed(self) -> int:
@@ -34,9 +36,10 @@ class Listing:
         variants = Counter(choice.variant for choice in self.choices if choice.variant)
         how = ", ".join(f"{name} {count}" for name, count in sorted(variants.items()))
         total = len(self.choices) + len(self.missed)
+        where = f" in all passes, as {self.misfit}" if self.misfit else _PASSES[self.passes]
         return (
             f"decomposed {self.decomposed} of {len(self.choices)} sites"
-            f"{f' ({how})' if how else ''}{_PASSES[self.passes]}; "
+            f"{f' ({how})' if how else ''}{where}; "
             f"{len(self.missed)} of {total} collectives are no sites"
         )
 
@@ -59,6 +62,7 @@ class Listing:
             "summary": self.summary(),
             "decomposed": self.decomposed,
             "passes": self.passes,
+            "misfit": self.misfit,
             "sites": [asdict(choice) for choice in self.choices],
             "missed": [asdict(each) for each in self.missed],
         }

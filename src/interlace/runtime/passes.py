@@ -35,9 +35,8 @@ class Candidates:
     all: Strands
     """Every pass as `[overlap]` asks for."""
     ends: Strands | None
-    """The ends of a step like `all`, the other passes `plain`; None if that is no choice."""
-    misfit: str = ""
-    """Why it is none though it was wanted."""
+    """The ends of a step like `all`, the other passes `plain`; None if that is no choice. If it was
+    to be one, the listing of `all` says why not."""
 
     @property
     def whole(self) -> Strands:
@@ -77,8 +76,10 @@ def trace_candidates(
             f'overlap.passes = "ends", but {misfit} in decomposed graphs',
             hint='set overlap.passes to "all"',
         )
-    ends = None if misfit else with_ends(whole, everywhere)
-    return Candidates(plain=whole, all=everywhere, ends=ends, misfit=misfit)
+    if misfit:
+        listing = replace(everywhere.listing, misfit=f"{misfit} in decomposed graphs")
+        return Candidates(plain=whole, all=replace(everywhere, listing=listing), ends=None)
+    return Candidates(plain=whole, all=everywhere, ends=with_ends(whole, everywhere))
 
 
 def with_ends(plain: Strands, decomposed: Strands) -> Strands:

@@ -130,11 +130,9 @@ def _trace(session: Session, example: Batch, *, strands: int, plain: bool = Fals
         strands=strands,
         plain=plain,
     )
-    reason, misfit = session.candidates.all.not_repeated, session.candidates.misfit
+    reason = session.candidates.all.not_repeated
     if reason and session.rank == 0:
         print(f"all layers are traced: {reason}", file=sys.stderr)
-    if misfit and session.rank == 0:
-        print(f"all passes run decomposed, not only the ends of a step: {misfit}", file=sys.stderr)
     session.constants = {**session.weights.constants(), **session.weights.buffers()}
     whole = isinstance(session.engines.get("eager"), EagerEngine)
     if data is not None and data.gathers_each and not whole:

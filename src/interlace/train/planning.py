@@ -75,8 +75,6 @@ def plan_command(
     whole = candidates.whole
     if whole.not_repeated:
         _say(f"every block was traced: {whole.not_repeated}")
-    if candidates.misfit:
-        _say(f"all passes run decomposed, not only the ends of a step: {candidates.misfit}")
     if table is None:
         costs, origin = computed_costs(config, whole.op_graphs)
     else:
