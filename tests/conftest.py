@@ -1,10 +1,17 @@
 """Every test carries the name of its folder as marker: `pytest -m "pure or oracle"`."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 _HERE = Path(__file__).parent
+
+
+def pytest_configure() -> None:
+    """In a script `make test &` ignores SIGINT, and so would all that the tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
