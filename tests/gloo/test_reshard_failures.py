@@ -8,6 +8,7 @@ watchdog of the transfer can end a blocked rank in time.
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from processes import RankResult, Ranks, gloo_group, run_ranks, start_ranks
@@ -20,14 +21,26 @@ WORLD = 3
 
 
 def move_for_ever() -> None:
-    """A child: 32 MB from ranks 0 and 1 to all three, again and again."""
+    """A child: 32 MB from ranks 0 and 1 to all three, again and again.
+
+    Prints "n done" between the n-th transfer and the next.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     from interlace.reshard import ReshardPlan
+    from interlace.reshard.watch import PeerRing
 
+    def print_and_beat(ring: PeerRing, state: str) -> None:
+        if state == "done":
+            print(ring._number, state, flush=True)
+        beat(ring, state)
+        if state == "0":
+            print(ring._number, "begun", flush=True)
+
+    beat, PeerRing._beat = PeerRing._beat, print_and_beat
     with gloo_group(600):
         source, target = DeviceMesh("cpu", torch.tensor([0, 1])), DeviceMesh("cpu", [0, 1, 2])
         rank = dist.get_rank()
@@ -56,9 +69,30 @@ def pause_on_beginning() -> None:
     move_for_ever()
 
 
+def pause_on_ending(host_stays: bool) -> None:
+    """A child: as `move_for_ever`, but rank 2 pauses itself when it has all data of a transfer.
+
+    Nobody waits for its messages any more. Without `host_stays` rank 0 goes on to the next
+    transfer as if a launcher hosted the store, else it waits for the end of rank 2.
+    """
+    from interlace.reshard.watch import PeerRing
+
+    def stop(ring: PeerRing) -> bool:
+        if ring._number == 3 and ring._rank == 2:
+            print("pausing", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1.0)  # the kernel stops this thread only once the main thread has run
+        ring._hosts_store = ring._hosts_store and host_stays
+        return leave(ring)
+
+    leave, PeerRing.stop = PeerRing.stop, stop
+    move_for_ever()
+
+
 def survivors(ranks: Ranks, culprit: int, fault_at: float) -> list[RankResult]:
     """All others, once they have ended: in time, with an error that names the culprit."""
     results = ranks.wait([r for r in range(WORLD) if r != culprit])
+    print(f"culprit: {ranks.output(culprit)[-100:]}")
     for result in results:
         after_s = result.ended_at - fault_at
         print(f"rank {result.rank}: exit {result.returncode} after {after_s:.2f} s")
@@ -70,6 +104,14 @@ def survivors(ranks: Ranks, culprit: int, fault_at: float) -> list[RankResult]:
     return results
 
 
+def in_transfer(ranks: Ranks, rank: int) -> bool:
+    """Whether a rank that was paused just now has to beat; between two transfers it need not."""
+    threads = Path(f"/proc/{ranks.pid(rank)}/task")
+    while any(") T " not in (each / "stat").read_text() for each in threads.iterdir()):
+        time.sleep(0.01)
+    return not ranks.output(rank).removesuffix("under way\n").endswith("done\n")
+
+
 @pytest.mark.parametrize(
     ("fault", "culprit"),
     [(signal.SIGKILL, 1), (signal.SIGKILL, 2), (signal.SIGSTOP, 0), (signal.SIGSTOP, 2)],
@@ -79,13 +121,27 @@ def test_a_rank_killed_or_paused_in_mid_transfer_is_named(fault: int, culprit: i
     with start_ranks("test_reshard_failures:move_for_ever", WORLD, timeout_s=120) as ranks:
         for rank in range(WORLD):
             ranks.wait_for(rank, "under way")
-        survivors(ranks, culprit, ranks.signal(culprit, fault))
+        fault_at = ranks.signal(culprit, fault)
+        while fault == signal.SIGSTOP and not in_transfer(ranks, culprit):
+            ranks.signal(culprit, signal.SIGCONT)
+            time.sleep(0.05)
+            fault_at = ranks.signal(culprit, fault)
+        survivors(ranks, culprit, fault_at)
         assert ranks.wait([culprit])[0].returncode == -signal.SIGKILL  # also when only paused
 
 
 def test_a_rank_that_is_paused_on_beginning_a_transfer_is_named() -> None:
     """The others wait for its messages though it may not have beaten yet."""
     with start_ranks("test_reshard_failures:pause_on_beginning", WORLD, timeout_s=30) as ranks:
+        ranks.wait_for(2, "pausing")
+        assert {result.rank for result in survivors(ranks, 2, time.monotonic())} == {0, 1}
+
+
+@pytest.mark.parametrize("host_stays", [True, False])
+def test_a_rank_that_is_paused_on_ending_a_transfer_is_named(host_stays: bool) -> None:
+    """By those who wait for it in the next transfer, and not the rank that waits for its end."""
+    target = "test_reshard_failures:pause_on_ending"
+    with start_ranks(target, WORLD, args=[host_stays], timeout_s=90) as ranks:
         ranks.wait_for(2, "pausing")
         assert {result.rank for result in survivors(ranks, 2, time.monotonic())} == {0, 1}
 

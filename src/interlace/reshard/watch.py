@@ -26,12 +26,14 @@ promised."""
 _DONE = "done"
 _LOOK_S = 0.3  # the host of the store asks this long at once: the watchdog must see rounds go on
 _HOST_STAYS_S = 60.0
+_TICK_S = 0.1
 
 
 class PeerRing(Ring):
     """The heartbeats of the n-th transfer of a plan; only awaited peers are watched.
 
-    A beat is "n counter", or "n done". The keys serve all transfers of a plan.
+    A beat is "n counter", or "n done". The keys serve all transfers of a plan. A peer that is
+    between two transfers need not beat; one still in an earlier transfer must.
     """
 
     def __init__(
@@ -81,12 +83,15 @@ class PeerRing(Ring):
     def stop(self) -> bool:
         """Says that this rank is done; True once it may go.
 
-        The process that hosts the store stays until all ranks of the transfer are done.
+        The process that hosts the store stays until all ranks of the transfer are done, and
+        watches them: any of them may be waiting for its next transfer meanwhile.
         """
         if not self._marked_stopped:
             self._marked_stopped = True
             self._beat(_DONE)
             self._store.add("done", 1)
+            if self._hosts_store:
+                self.awaited = tuple(rank for rank in self._people if rank != self._rank)
             self._stays_until = time.monotonic() + _HOST_STAYS_S
         if not self._hosts_store:
             return True
@@ -134,7 +139,8 @@ class PeerRing(Ring):
                 return Verdict(peer, f"{self._people[peer]} died", DIED_HINT)
             if done:
                 continue
-            alive = int(number) < self._number or beat != self._heard.get(peer)
+            between = int(number) < self._number and state in ("", _DONE)
+            alive = between or beat != self._heard.get(peer)
             self._heard[peer] = beat
             self._silence_s[peer] = 0.0 if alive else self._silence_s[peer] + observed_s
             if self._silence_s[peer] >= DEAD_AFTER_S:
@@ -162,13 +168,19 @@ class TransferWatch(Watchdog):
         )
         hosts_store = rank == 0 and not self._launcher_hosts_store
         self._peers = PeerRing(store, people, rank, number, hosts_store=hosts_store)
+        self._joined = threading.Event()
 
     def __enter__(self) -> Self:
-        self._peers.join()
+        """Returns after the first beat. Raises PeerError if the store cannot be reached."""
         self._ring = self._peers
         self._heart = threading.Thread(target=self._beat, name="interlace-heartbeat", daemon=True)
         self._heart.start()
         threading.Thread(target=self._guard, name="interlace-dead-man", daemon=True).start()
+        while not self._joined.wait(timeout=_TICK_S):
+            if self._verdict is not None:
+                self._main_leaves.set()
+                self._end_soon()
+                raise self._verdict.error()
         return self
 
     def waits_for(self, peers: Sequence[int]) -> None:
@@ -179,6 +191,11 @@ class TransferWatch(Watchdog):
         """As in training; a peer that was done and has died since counts as well."""
         self._peers.broken = True
         return super().explain(error)
+
+    def _watch(self) -> Verdict | None:
+        self._peers.join()
+        self._joined.set()
+        return super()._watch()
 
     def raise_verdict(self) -> None:
         """Raises PeerError if the transfer has been given up."""
