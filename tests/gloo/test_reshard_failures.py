@@ -89,6 +89,20 @@ def pause_on_ending(host_stays: bool) -> None:
     move_for_ever()
 
 
+def lose_the_store_on_beginning() -> None:
+    """A child: as `move_for_ever`, but rank 0 is killed when the others begin a transfer."""
+    from interlace.reshard.watch import PeerRing
+
+    def join(ring: PeerRing) -> None:
+        if ring._number == 4 and ring._rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.0 if ring._number == 4 else 0.0)
+        write(ring)
+
+    write, PeerRing.join = PeerRing.join, join
+    move_for_ever()
+
+
 def survivors(ranks: Ranks, culprit: int, fault_at: float) -> list[RankResult]:
     """All others, once they have ended: in time, with an error that names the culprit."""
     results = ranks.wait([r for r in range(WORLD) if r != culprit])
@@ -144,6 +158,15 @@ def test_a_rank_that_is_paused_on_ending_a_transfer_is_named(host_stays: bool) -
     with start_ranks(target, WORLD, args=[host_stays], timeout_s=90) as ranks:
         ranks.wait_for(2, "pausing")
         assert {result.rank for result in survivors(ranks, 2, time.monotonic())} == {0, 1}
+
+
+def test_a_store_that_is_lost_on_beginning_a_transfer_is_named() -> None:
+    """The first beat finds no store; the errors name the rank that hosted it."""
+    target = "test_reshard_failures:lose_the_store_on_beginning"
+    with start_ranks(target, WORLD, timeout_s=60) as ranks:
+        ranks.wait([0])
+        for result in survivors(ranks, 0, time.monotonic()):
+            assert "hosted the store, died" in result.stderr
 
 
 def fail_alone(how: str) -> None:
