@@ -38,7 +38,7 @@ test: lint ## everything that continuous integration runs
 bench: $(READY) ## the measured claims of the README, written to bench/results/
 	$(BIN)/interlace bench strands --json bench/results/cpu/strands.json
 
-gpu-check: ## on a CUDA machine, with plain python3: GPU tests and benches; elsewhere says so
+gpu-check: ## on a CUDA machine, with python3, torch and numpy: GPU tests and benches; elsewhere says so
 	$(PYTHON) scripts/gpu_check.py
 
 reference: $(READY) ## write docs/reference again

@@ -7,7 +7,9 @@
 #
 #     RANKS_PER_NODE=8 NODES=2 RENDEZVOUS=node0:29400 examples/torchrun.sh run.toml
 #
-# parallel.tensor must be RANKS_PER_NODE x NODES. Arguments are those of `interlace train`.
+# The layout of the run (data_replicate x data_shard x context x tensor in [parallel]) must need
+# RANKS_PER_NODE x NODES ranks. Arguments are those of `interlace train`, with checkpoints if they ask
+# for them: --checkpoint.every 100 --checkpoint.resume latest.
 set -euo pipefail
 
 RANKS_PER_NODE="${RANKS_PER_NODE:-2}"

@@ -5,35 +5,43 @@ loss = step(micro_batches)          # gradients are in param.grad
 optimizer.step()
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parallel import DistributedDataParallel
 
-from interlace.config import OverlapConfig, ParallelConfig, PlanConfig, RunConfig
-from interlace.cost.profile import cached, machine_id
+from interlace.config import OverlapConfig, PlanConfig, RunConfig
+from interlace.cost.cache import cached
+from interlace.cost.profile import machine_id
 from interlace.decompose.listing import Listing
 from interlace.errors import InputError
 from interlace.graphs.dropout import seeds_for, takes_seeds
+from interlace.graphs.wide_sums import wide_sums
 from interlace.ir.costs import CostTable
 from interlace.ir.phases import FORWARD
 from interlace.ir.plan import Plan, read
 from interlace.ir.timeline import Timeline
-from interlace.parallel.data import Axis, DataLayout, replicated_layout
-from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS
-from interlace.runtime.agreement import check_agreement, environment_fields
+from interlace.parallel.data import DataLayout
+from interlace.runtime.agreement import check_agreement, refused_together
+from interlace.runtime.binding import Binding
+from interlace.runtime.device import check_current, nondeterminism, warn_of_other_bits
 from interlace.runtime.gradients import ParameterGradients
-from interlace.runtime.passes import choose_passes, trace_candidates
+from interlace.runtime.mesh_axes import axis_of_group, data_rank_of, replicas_of
+from interlace.runtime.module_agreement import ModuleAgreement
+from interlace.runtime.module_tree import refuse_gradient_hooks
+from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
 from interlace.runtime.profile import profile_strands
 from interlace.runtime.recorder import Recorder, clock_for
+from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
 from interlace.runtime.strands import Strands, build_strands
+from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
 from interlace.train.memory import memory_limits
 from interlace.train.session import cache_directory, decompose_of, link_label
@@ -51,6 +59,7 @@ def compile_step(
     strands: int = 2,
     config: PlanConfig | None = None,
     overlap: OverlapConfig | None = None,
+    per_rank: Collection[str] = (),
 ) -> "Step":
     """A step of `module` whose micro-batches are interleaved in a planned order.
 
@@ -61,51 +70,61 @@ def compile_step(
     same graphs one micro-batch after the other. `config` says how the order is found, `overlap`
     whether collectives are cut into sends under partial matmuls (default: they are left whole).
     Masks of dropout follow from torch's seed at this call, and the step and micro-batch.
+    `per_rank` names plain parameters and buffers (patterns, as `"experts.*"`) of which each rank
+    holds its own; all others must be equal on all ranks of `mesh`, as `Step.check_ranks` says.
+
+    One strand and two give the same bits; on CUDA only with deterministic kernels: set
+    CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before
+    `init_process_group`. Else this call warns, and `step.nondeterminism` has the reasons.
 
     Collective on the default process group, whose ranks must all run the same program; one process
     needs none. Hold `loss_parallel()` around the call if the loss needs it. Raises InputError for
-    what cannot be traced, with the sub-module and the line, and for a mesh axis `dp_shard`.
+    what cannot be traced, with the sub-module and the line, for a mesh axis `dp_shard`, and for
+    inputs on a GPU that is not the current one.
     """
-    config = config or PlanConfig()
-    if strands not in (1, 2):
-        raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
-    _check_example(example_inputs)
+    config, overlap = config or PlanConfig(), overlap or OverlapConfig()
     chunk = ModuleWithLoss(module, loss_fn)
-    dtype = torch.float32
-    if any(p.dtype == torch.float64 for p in module.parameters()):
-        dtype = torch.float64
-    _check_wrappers(module)
-    data = _replicas(chunk, mesh, dtype)
-    overlap = overlap or OverlapConfig()
-    trace = partial(
-        build_strands, chunk, example_inputs, axis_of_group(mesh), data=data, buffer_dtype=dtype
-    )
-    candidates = trace_candidates(
-        lambda decompose: trace(decompose=decompose),
-        decompose_of(overlap, example_inputs[0].device),
-        overlap.passes,
-        strands=strands,
-    )
-    whole = candidates.whole
-    _check_loss(whole)
-    check_agreement({**environment_fields(), "graph": whole.digest})
+    with refused_together():
+        if strands not in (1, 2):
+            raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
+        check_example(example_inputs)
+        check_current(example_inputs[0].device)
+        check_wrappers(module)
+        refuse_gradient_hooks(chunk)
+        alike = ModuleAgreement(module, mesh, per_rank)
+    alike.check_software(loss_fn)
+    has_double = any(p.dtype == torch.float64 for p in module.parameters())
+    dtype = torch.float64 if has_double else torch.float32
+    # Where times decide what is decomposed, ranks exchange them while they trace.
+    with nullcontext() if overlap.decompose == "auto" else refused_together():
+        data = replicas_of(chunk, mesh, dtype)
+        candidates = _traced(chunk, example_inputs, mesh, data, dtype, overlap, strands)
+        whole = candidates.whole
+        check_loss(whole)
+        assert whole.reads is not None
+        binding = Binding(chunk, whole.reads, example_inputs[0].device)
+    alike.check_traced(whole)
     gradients = ParameterGradients(
         chunk, whole.parameters, whole.placements, dtype, replicas=data is not None
     )
-    traced, costs = whole, None
-    plan = whole.sequential
-    if strands == 2 and config.file:
-        plan = read(Path(config.file))
-        traced = candidates.made_for(plan)
-    elif strands == 2:
-        costs = _measured_costs(whole, example_inputs, gradients, config)
+    if strands == 1:
+        planned = Planned(whole, whole.sequential, None)
+    else:
         limits = memory_limits(RunConfig(plan=config), chunk, data)
-        if overlap.passes != "ends":
-            traced = choose_passes(candidates, costs, limits)
-        plan = make_plan(traced.op_graphs, costs, config.search, limits=limits)
-    step = Step(traced, plan, costs, gradients, example_inputs, _replica(mesh))
-    check_agreement({"plan": plan.digest})
+        planned = _planned(candidates, example_inputs, gradients, config, overlap, limits)
+    data_rank = data_rank_of(mesh, planned.strands)
+    step = Step(planned, gradients, binding, example_inputs, data_rank, alike)
+    check_agreement({"plan": step.plan.digest})
+    warn_of_other_bits(step.nondeterminism)
     return step
+
+
+class Planned(NamedTuple):
+    """Graphs, the order in which they run, and the measured times behind it."""
+
+    strands: Strands
+    plan: Plan
+    costs: CostTable | None
 
 
 class Step:
@@ -120,27 +139,33 @@ class Step:
     `print(step.decomposed.summary())`"""
     losses: list[Tensor]
     """Of the micro-batches of the last step."""
+    nondeterminism: tuple[str, ...]
+    """Why the bits of a step may differ from run to run, and so between one strand and two; empty
+    if nothing is known that makes them differ, as on the CPU."""
 
     def __init__(
         self,
-        strands: Strands,
-        plan: Plan,
-        costs: CostTable | None,
+        planned: Planned,
         gradients: ParameterGradients,
+        binding: Binding,
         example: Batch,
-        replica: int = 0,
+        data_rank: int,
+        alike: ModuleAgreement,
     ) -> None:
-        self.plan = plan
-        self.costs = costs
+        strands, self.plan, self.costs = planned
         self.decomposed = strands.listing
         self.losses = []
         self._strands = strands
         self._gradients = gradients
+        self._binding = binding
         self._example = example
-        self._executor = strands.executor(plan, gradients.constants)
+        self._executor = strands.executor(self.plan, gradients.constants)
+        self._clock = clock_for(example[0].device.type)
         self._number = 0
-        self._replica = replica
+        self._data_rank = data_rank
+        self.nondeterminism = nondeterminism(example[0].device)
         self._seed = torch.initial_seed()
+        self._alike = alike
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
         """The mean loss of these micro-batches. The gradient (over an axis `dp_replicate` its
@@ -151,15 +176,28 @@ class Step:
         """
         return self._run(micro_batches, None)
 
+    def check_ranks(self) -> None:
+        """Raise PeerError, naming weight and ranks, if parameters or buffers have come to differ
+        between ranks that must hold the same: plain ones over all ranks of the mesh (without one,
+        of the default group) unless `per_rank` named them, DTensors as they are laid out.
+
+        Done once by `compile_step`; do it before you save a checkpoint. Collective on the default
+        process group; about 1 s per GB of replicated weights on a CPU core.
+        """
+        self._alike.check()
+
     def record(self, micro_batches: Sequence[Batch], label: str = "step") -> Timeline:
         """The same step, recorded operator by operator: what was hidden and what was exposed."""
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        recorder = Recorder(self._strands.op_graphs, clock_for(self._example[0].device.type))
+        recorder = Recorder(self._strands.op_graphs, self._clock.restarted())
         self._run(micro_batches, recorder)
         return recorder.timeline(label, rank)
 
     def _run(self, micro_batches: Sequence[Batch], recorder: Recorder | None) -> Tensor:
-        _check_batches(micro_batches, self._example)
+        check_batches(micro_batches, self._example)
+        if self._binding.check():
+            self._gradients.rebind(self._strands.module)
+            self._executor.rebind({**self._strands.buffers(), **self._gradients.constants})
         self._gradients.begin()
         self._number += 1
         if takes_seeds(self._strands.graphs[FORWARD]):
@@ -171,11 +209,9 @@ class Step:
         return torch.stack(self.losses).mean()
 
     def _seeds(self, micro_batch: int) -> Tensor:
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         return seeds_for(
-            self._seed, step=self._number, micro_batch=micro_batch,
-            data_rank=self._replica, tensor_rank=rank,
-        )  # fmt: skip
+            self._seed, step=self._number, micro_batch=micro_batch, data_rank=self._data_rank
+        )
 
 
 class ModuleWithLoss(nn.Module):
@@ -195,47 +231,46 @@ class ModuleWithLoss(nn.Module):
         return loss
 
 
-def axis_of_group(mesh: DeviceMesh | None) -> dict[str, str]:
-    """Axis name by process-group name; axes without names are `axis0`, `axis1`, ..."""
-    if mesh is None:
-        return {}
-    names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
-    return {mesh.get_group(index).group_name: name for index, name in enumerate(names)}
+def _traced(
+    chunk: nn.Module,
+    example: Batch,
+    mesh: DeviceMesh | None,
+    data: DataLayout | None,
+    dtype: torch.dtype,
+    overlap: OverlapConfig,
+    strands: int,
+) -> Candidates:
+    device = example[0].device
+    trace = partial(
+        build_strands, chunk, example, axis_of_group(mesh), data=data, buffer_dtype=dtype,
+        wide_sums=wide_sums(device), watch=True,
+    )  # fmt: skip
+    return trace_candidates(
+        lambda decompose: trace(decompose=decompose),
+        decompose_of(overlap, device),
+        overlap.passes,
+        strands=strands,
+    )
 
 
-def _replicas(module: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype) -> DataLayout | None:
-    """How gradients are summed over ranks that hold the same weights; None if there are none, or
-    if parameters lie on that axis themselves and so say how their gradients add up."""
-    names = (mesh.mesh_dim_names if mesh is not None else None) or ()
-    on_axis = {
-        name
-        for parameter in module.parameters()
-        if isinstance(parameter, DTensor)
-        for name in parameter.device_mesh.mesh_dim_names or ()
-    }
-    sizes = {
-        name: mesh.size(index)
-        for index, name in enumerate(names)
-        if mesh is not None and name not in on_axis
-    }
-    if sizes.get(SHARD_AXIS, 1) > 1:
-        raise InputError(
-            f"mesh has the axis {SHARD_AXIS} of {sizes[SHARD_AXIS]} ranks, and compile_step shards "
-            "no weights",
-            hint=f"name the axis {REPLICATE_AXIS} to average gradients over it; interlace train "
-            "shards weights (parallel.data_shard)",
-        )
-    if mesh is None or sizes.get(REPLICATE_AXIS, 1) == 1:
-        return None
-    axis = Axis(str(mesh.get_group(REPLICATE_AXIS).group_name), sizes[REPLICATE_AXIS])
-    return replicated_layout(module, axis, dtype, bucket_mib=ParallelConfig().bucket_mib)
-
-
-def _replica(mesh: DeviceMesh | None) -> int:
-    """Which of the ranks that see other data this one is."""
-    if mesh is None or REPLICATE_AXIS not in (mesh.mesh_dim_names or ()):
-        return 0
-    return mesh.get_local_rank(REPLICATE_AXIS)
+def _planned(
+    candidates: Candidates,
+    example: Batch,
+    gradients: ParameterGradients,
+    config: PlanConfig,
+    overlap: OverlapConfig,
+    limits: MemoryLimits,
+) -> Planned:
+    """The plan of two strands: the user's own, or one by measured times."""
+    if config.file:
+        plan = read(Path(config.file))
+        return Planned(candidates.made_for(plan), plan, None)
+    costs = _measured_costs(candidates.whole, example, gradients, config)
+    traced = candidates.whole
+    if overlap.passes != "ends":
+        traced = choose_passes(candidates, costs, limits)
+    plan = make_plan(traced.op_graphs, costs, config.search, limits=limits)
+    return Planned(traced, plan, costs)
 
 
 def _measured_costs(
@@ -252,72 +287,5 @@ def _measured_costs(
         )  # fmt: skip
 
     directory = cache_directory("costs") if config.cache else None
-    return cached(directory, machine, strands.digest, measure)
-
-
-def _check_wrappers(module: nn.Module) -> None:
-    for name, each in module.named_modules():
-        if isinstance(each, (FSDPModule, DistributedDataParallel)):
-            by = "fully_shard" if isinstance(each, FSDPModule) else "DistributedDataParallel"
-            raise InputError(
-                f"{name or 'the module'} is under {by}, which exchanges gradients by hooks of "
-                "autograd, and a traced step has no autograd",
-                hint=f"leave {by} out: a mesh axis {REPLICATE_AXIS} averages gradients, and "
-                "interlace train shards weights (parallel.data_shard)",
-            )
-
-
-def _check_loss(strands: Strands) -> None:
-    loss = strands.graphs[FORWARD].outputs[0].meta["val"]
-    if loss.shape or not loss.is_floating_point():
-        raise InputError(
-            f"loss_fn gives {_described(loss)}, not one number",
-            hint="return the mean of the losses",
-        )
-    if not strands.parameters:
-        raise InputError(
-            "the loss depends on no parameter that requires a gradient",
-            hint="check loss_fn, requires_grad and torch.no_grad",
-        )
-
-
-def _check_example(example: Batch) -> None:
-    if not isinstance(example, tuple) or not example:
-        raise InputError(
-            f"example_inputs is a {type(example).__name__}, not a tuple of tensors",
-            hint="give one batch, as in (images, labels)",
-        )
-    for index, value in enumerate(example):
-        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.requires_grad:
-            what = "a tensor that requires a gradient" if isinstance(value, Tensor) else ""
-            raise InputError(
-                f"example_inputs[{index}] is {what or type(value).__name__}, not a plain tensor",
-                hint="pass tensors that need no gradient; other values belong into loss_fn or "
-                "the module",
-            )
-
-
-def _check_batches(micro_batches: Sequence[Batch], example: Batch) -> None:
-    if not micro_batches:
-        raise InputError("there is no micro-batch", hint="pass a list of at least two")
-    wanted = [_described(tensor) for tensor in example]
-    for index, batch in enumerate(micro_batches):
-        if not isinstance(batch, (tuple, list)):
-            raise InputError(
-                f"micro-batch {index} is a {type(batch).__name__}, not a tuple of tensors",
-                hint="pass a list of batches, each as example_inputs was",
-            )
-        found = [_described(tensor) for tensor in batch]
-        if found != wanted:
-            raise InputError(
-                f"micro-batch {index} is ({', '.join(found)}), and the step was compiled for "
-                f"({', '.join(wanted)})",
-                hint="make all micro-batches alike (drop_last=True), or compile another step",
-            )
-
-
-def _described(tensor: Any) -> str:
-    if not isinstance(tensor, Tensor):
-        return type(tensor).__name__
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} on {tensor.device}"
+    say = logging.getLogger("interlace").warning
+    return cached(directory, machine, strands.digest, measure, say=say)

@@ -245,7 +245,7 @@ class OutputConfig:
     """What is written where."""
 
     directory: str = "outputs/run"
-    """Folder of this run; it must not hold another run's metrics."""
+    """Folder of this run; it must not hold another run's metrics. One run at a time may use it."""
     overwrite: bool = False
     """Replace an earlier run in the same folder."""
     tensorboard: bool = False
@@ -284,14 +284,20 @@ class HardwareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
-    """When a silent rank is taken for dead."""
+    """When a rank that says nothing is taken for dead, from the start of its process to its end."""
 
     enabled: bool = True
     """Whether ranks watch each other."""
     heartbeat_s: float = 0.5
     """Time between heartbeats."""
     dead_after_s: float = 2.5
-    """Silence after which a rank is taken for dead."""
+    """Silence after which a rank is taken for dead; on this machine only if it does nothing."""
+    busy_s: float = 60.0
+    """The same for a rank on this machine that uses its processor meanwhile."""
+    start_s: float = 120.0
+    """Time from the first rank to the last for all to join, and as much to build the group."""
+    end_s: float = 30.0
+    """Time to take down the group when the work is done, and as much to end the process."""
 
 
 @dataclass(frozen=True, kw_only=True)

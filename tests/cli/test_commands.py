@@ -63,7 +63,8 @@ def test_train_starts_as_many_ranks_as_the_layout_needs(calls, monkeypatch):
     assert main(["train", "demo", "--train.threads", "3", "--strands=eager", "-v"]) == 0
     assert seen["command"][:6] == [sys.executable, "-P", "-u", "-m", "interlace", "train"]
     assert seen["command"][7:] == ["-v"]
-    assert seen["options"] == {"ranks": 2, "cores_per_rank": 3, "verbose": True}
+    supervised = {"watchdog": seen["config"].watchdog, "must_join": True}
+    assert seen["options"] == {"ranks": 2, "cores_per_rank": 3, "verbose": True} | supervised
     assert seen["config"] == load_run_config("demo", {"train.threads": "3", "strands": "eager"})
     assert not Path(seen["command"][6]).exists()
 
@@ -135,7 +136,7 @@ def test_a_rank_says_which_one_it_is(calls, monkeypatch, capsys):
         ("lab run --rate fast -- true", "--rate = 'fast' is not a link rate", "250mbit"),
         ("report no/such", "there is no folder or file no/such", "output.directory"),
         ("profile demo --again true", "Unused Tokens: ['true']", "--name=false"),
-        ("profile demo -o .", ". is a folder", "name a file: cost.json"),
+        ("profile demo -o .", ". is a folder", "name a file: costs.json"),
         ("profile demo -o /proc/c.json", "cannot write to /proc", "another --output"),
         ("profile demo --output", "parameter --output requires an argument", "--help"),
         ("profile demo --nproc 3", "the world size is 3", "--nproc 2"),
@@ -172,7 +173,8 @@ def test_profile_starts_ranks_that_profile(calls, tmp_path, monkeypatch):
     assert name == "launch"
     assert command[:6] == [sys.executable, "-P", "-u", "-m", "interlace", "profile"]
     assert command[7:] == ["--output", str(tmp_path / "deep" / "c.json"), "--again"]
-    assert options == {"ranks": 2, "cores_per_rank": 2, "verbose": False}
+    supervised = {"watchdog": load_run_config("demo").watchdog, "must_join": True}
+    assert options == {"ranks": 2, "cores_per_rank": 2, "verbose": False} | supervised
 
 
 def test_profile_is_a_rank_when_the_environment_says_so(calls, tmp_path, monkeypatch):

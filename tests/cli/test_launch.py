@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from interlace.errors import RunError
 from interlace.runtime.launch import _failure, assign_cores, launch
 
 FOREVER = "sleep 600"
@@ -69,6 +70,29 @@ def test_a_paused_rank_is_named_and_killed(start_job):
     assert code == 1
     assert "error: rank 1 was paused (SIGSTOP), and rank 0 exited with code 1\n" in errors
     assert job.left_over() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_is_paused_from_the_start_is_noticed(start_job):
+    """No rank has joined or ends, so that only the launcher can see it."""
+    soon = ("--watchdog.heartbeat_s", "0.1", "--watchdog.dead_after_s", "0.3")
+    job = start_job("demo", *soon, FAKE_RANK_0=FOREVER, FAKE_RANK_1=PAUSE)
+    code, errors = job.end()
+    assert code == 1
+    assert "error: rank 1 was paused (SIGSTOP) for 0." in errors
+    assert job.left_over() == []
+
+
+def test_a_rank_that_exits_with_0_before_it_joins_is_named():
+    """The other one has reached the store, and would wait for it."""
+    program = (
+        "import os\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    from interlace.runtime.attempt import meet\n"
+        "    meet(600)\n"
+    )
+    with pytest.raises(RunError, match="rank 1 exited with code 0 before it joined the run"):
+        launch([sys.executable, "-c", program], ranks=2)
 
 
 @pytest.mark.parametrize(

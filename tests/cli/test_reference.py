@@ -15,6 +15,16 @@ def test_the_run_file_page_is_current():
     assert script["TARGET"].read_text(encoding="utf-8") == script["render"]() + "\n"
 
 
+def test_the_list_of_decisions_is_complete():
+    """After a new one: python scripts/write_reference.py. Numbers and titles are those of files."""
+    script = runpy.run_path(str(SCRIPT))
+    page = script["INDEX"].read_text(encoding="utf-8")
+    assert page == script["with_decisions"](page)
+    files = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    numbers = [file.read_text(encoding="utf-8").split(".")[0] for file in files]
+    assert numbers == [f"# {int(file.name[:4])}" for file in files]
+
+
 def test_a_field_without_help_is_noticed():
     """The page takes the docstring under a field; a field that has none has no entry."""
     script = runpy.run_path(str(SCRIPT))

@@ -59,7 +59,7 @@ class Family:
         found: list[Batch] = []
         for index, sample in enumerate(text):
             tokens = (sample[:, :-1].contiguous(), sample[:, 1:].contiguous())
-            seeds = seeds_for(5, step=step, micro_batch=index, tensor_rank=dist.get_rank())
+            seeds = seeds_for(5, step=step, micro_batch=index)
             found.append((*tokens, seeds) if self.dropout else tokens)  # type: ignore[arg-type]
         return found
 

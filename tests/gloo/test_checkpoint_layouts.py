@@ -29,6 +29,7 @@ from interlace.train.checkpoint_storage import (
     whole_tensor,
 )
 from interlace.train.checkpoint_writer import Outcome, write_checkpoint
+from interlace.train.claims import Claim
 from interlace.train.engines import StrandEngine
 from interlace.train.optimizer import build_optimizer
 
@@ -78,7 +79,9 @@ def save(tensors: dict[str, Tensor], directory: Path, step: int) -> Outcome:
     """A checkpoint of `tensors` and nothing else."""
     pieces = plan_pieces(tensors, None)
     manifest = Manifest(step=step, mesh={}, config={}, state={}, files=(), tensors=pieces.tensors)
-    return write_checkpoint(manifest, pieces.stage(tensors), directory, 0, None)
+    claim = Claim(directory, "checkpoint.directory", "of all ranks").take(wait_s=10)
+    claim.begin()
+    return write_checkpoint(manifest, pieces.stage(tensors), claim, 0, None)
 
 
 def child(directory: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,10 @@ from interlace.train.checkpoint_export import (
     sound_manifest,
 )
 from interlace.train.checkpoint_files import Damaged
-from interlace.train.checkpoint_manifest import MANIFEST, digest_of
+from interlace.train.checkpoint_manifest import MANIFEST, Manifest, digest_of
 from interlace.train.checkpoint_request import check_request
 from interlace.train.checkpoint_storage import CheckpointReader, whole_tensor
+from interlace.train.claims import LOCK, ClaimLost
 from interlace.train.loop import claim_directory
 
 pytestmark = pytest.mark.gloo
@@ -247,7 +249,9 @@ def test_a_full_disk_costs_no_checkpoint_and_no_step(runs: Runs, tmp_path: Path)
         assert "No space left on device" in result.value["error"]
         assert f"the newest good one is step-{EVERY:08d}" in result.value["hint"]
         assert "step 4 NOT written" in result.stderr
-        assert [path.name for path in (small / "kept").iterdir()] == [f"step-{EVERY:08d}"]
+        assert sorted(path.name for path in (small / "kept").iterdir()) == [
+            LOCK, f"step-{EVERY:08d}",
+        ]  # fmt: skip
         assert differing(small / "kept" / f"step-{EVERY:08d}", runs.checkpoint("one", EVERY)) == []
     finally:
         subprocess.run(["umount", str(small)], check=True)
@@ -291,10 +295,41 @@ def test_a_run_that_was_cut_off_before_its_first_checkpoint_begins_again(
     for left, replaced in ((begun, True), (begun + lines[-1:], False), (lines[:-1], False)):
         (tmp_path / "metrics.jsonl").write_text("".join(left))
         if replaced:
-            claim_directory(config)
+            claim_directory(config).release()
             continue
         with pytest.raises(InputError, match="holds an earlier run"):
             claim_directory(config)
+
+
+def test_an_orphan_changes_no_checkpoint(tmp_path: Path) -> None:
+    """A rank of an older epoch writes into a folder of its own, which never becomes visible, and
+    removes nothing; the next run clears it."""
+
+    def lost() -> None:
+        raise ClaimLost("taken over")
+
+    old, new = (files.temporary_folder(tmp_path, 3, epoch) for epoch in (1, 2))
+    fields: dict[str, Any] = {
+        "step": 3, "mesh": {}, "config": {}, "state": {}, "files": (), "tensors": {},
+    }  # fmt: skip
+    (old / "rank-00000.safetensors").write_bytes(b"of an orphan")
+    with pytest.raises(ClaimLost):
+        files.commit(old, Manifest(**fields, epoch=1), lost)
+    assert files.saved_steps(tmp_path) == []
+    kept = files.commit(new, Manifest(**fields, epoch=2), lambda: None)
+    with pytest.raises(ClaimLost):
+        files.drop_oldest(tmp_path, -1, lost)
+    assert files.recover(tmp_path) == [f"{old.name} removed"]
+    assert (files.saved_steps(tmp_path), sound_manifest(kept).epoch) == ([3], 2)
+    assert [path.name for path in kept.iterdir()] == [MANIFEST]
+
+
+def test_a_checkpoint_that_goes_while_it_is_exported_is_named(copy: Path, tmp_path: Path) -> None:
+    """The retention of a live run may remove it: no traceback, and what to take instead."""
+    manifest = sound_manifest(copy)
+    (copy / "rank-00001.safetensors").unlink()
+    with pytest.raises(Damaged, match=r"rank-00001.safetensors was removed just now"):
+        export_checkpoint(copy, manifest, tmp_path / "out", torch.float32)
 
 
 def test_models_of_others_go_on_and_are_exported(runs: Runs) -> None:

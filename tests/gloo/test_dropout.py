@@ -4,12 +4,14 @@ import pytest
 import torch
 from processes import gloo_group, run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
 
+import interlace
 from interlace.config import ParallelConfig
 from interlace.errors import InputError
 from interlace.graphs.dropout import fix_dropout, no_dropout, seeds_for, takes_seeds
@@ -60,26 +62,26 @@ def test_masks_depend_on_numbers_alone() -> None:
     about the right share is dropped and the rest is scaled up; OFF drops nothing."""
     x = torch.ones(40, 50)
     first = seeds_for(1, step=2, micro_batch=3)
-    kept, mask = OP(x, first, 7, False, 0.25)
+    kept, mask = OP(x, first, 7, -1, 0.25)
     torch.rand(5)  # the global generator plays no part
-    assert torch.equal(OP(x, first, 7, False, 0.25)[1], mask)
+    assert torch.equal(OP(x, first, 7, -1, 0.25)[1], mask)
     assert torch.equal(kept, mask * (1 / 0.75))
     assert abs(float(mask.float().mean()) - 0.75) < 0.05
     others = [
-        OP(x, seeds_for(1, step=3, micro_batch=3), 7, False, 0.25),
-        OP(x, seeds_for(1, step=2, micro_batch=4), 7, False, 0.25),
-        OP(x, seeds_for(2, step=2, micro_batch=3), 7, False, 0.25),
-        OP(x, seeds_for(1, step=2, micro_batch=3, data_rank=1), 7, False, 0.25),
-        OP(x, first, 8, False, 0.25),
-        OP(x, first, 7, True, 0.25),
-        OP(x, seeds_for(1, step=2, micro_batch=3, tensor_rank=1), 7, True, 0.25),
+        OP(x, seeds_for(1, step=3, micro_batch=3), 7, -1, 0.25),
+        OP(x, seeds_for(1, step=2, micro_batch=4), 7, -1, 0.25),
+        OP(x, seeds_for(2, step=2, micro_batch=3), 7, -1, 0.25),
+        OP(x, seeds_for(1, step=2, micro_batch=3, data_rank=1), 7, -1, 0.25),
+        OP(x, first, 8, -1, 0.25),
+        OP(x, first, 7, 0, 0.25),
+        OP(x, first, 7, 1, 0.25),
     ]
     masks = [mask, *(other[1] for other in others)]
     for i, one in enumerate(masks):
         for another in masks[i + 1 :]:
             agree = float((one == another).float().mean())
             assert abs(agree - (0.75**2 + 0.25**2)) < 0.06  # as masks that know nothing of another
-    assert torch.equal(OP(x, no_dropout(), 7, True, 0.25)[0], x)
+    assert torch.equal(OP(x, no_dropout(), 7, 0, 0.25)[0], x)
 
 
 def test_other_random_operators_are_refused() -> None:
@@ -110,7 +112,7 @@ def child(ranks: int) -> dict[str, object]:
     with gloo_group():
         meshes = build_meshes(ParallelConfig(tensor=ranks), "cpu")
         rank = meshes.tensor.get_local_rank()
-        seeds = seeds_for(9, step=0, micro_batch=0, tensor_rank=rank)
+        seeds = seeds_for(9, step=0, micro_batch=0)
         found = {mode: run(ranks, mode, seeds) for mode in ("none", "layer")}
         off, _ = run(ranks, "none", no_dropout())
         masks: list[Tensor] = []
@@ -118,9 +120,9 @@ def child(ranks: int) -> dict[str, object]:
             inner = number % 2 == 0
             parts = []
             for other in range(ranks):
-                own = seeds_for(9, step=0, micro_batch=0, tensor_rank=other)
                 x = torch.ones(6, 16 // ranks if inner else 8)
-                parts.append(OP(x, own, number, inner and ranks > 1, 0.25 if inner else 0.5)[1])
+                part = other if inner and ranks > 1 else -1
+                parts.append(OP(x, seeds, number, part, 0.25 if inner else 0.5)[1])
             masks.append(torch.cat(parts, dim=1) if inner else parts[0])
         loss, gradients = reference(masks)
     mine, sums = found["none"]
@@ -179,3 +181,60 @@ def test_gradients_are_those_of_plain_code_with_the_same_masks(ranks: int) -> No
         assert abs(found["loss"] - found["off"]) > 1e-3
         assert found["furthest"] < 1e-6
         assert found["same bits"]
+
+
+def on_two_axes() -> dict[str, bool]:
+    """Masks on a mesh of two axes that are not called as in a run file: the first block is cut over
+    `x` and the second over `y`, with weights that are frozen among them."""
+    with gloo_group():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+        model = Model()
+        for index, block in enumerate(model.blocks):
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["xy"[index]], plan)  # type: ignore[arg-type]
+            block.up.requires_grad_(False)
+        torch.manual_seed(5)
+        step = compiled(model, mesh)
+        drops = [
+            node.args
+            for node in step._strands.graphs["forward"].graph.nodes
+            if node.target == OP.default
+        ]
+        x, y = (mesh.get_local_rank(axis) for axis in "xy")
+        step(data(2))
+        seeds = [step._seeds(index) for index in range(2)]
+        losses = [whole_loss(*batch, seed) for batch, seed in zip(data(2), seeds, strict=True)]
+        other = Model()
+        for block in other.blocks:
+            parallelize_module(
+                block, mesh["y"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+        return {
+            "parts": [args[3] for args in drops] == [x, -1, y, -1],
+            "losses": torch.allclose(torch.stack(step.losses), torch.stack(losses), rtol=1e-5),
+            "one seed": len({int(seed) for seed in seeds}) == 2 and step._data_rank == 0,
+            "other data along the unused axis": compiled(other, mesh)._data_rank == x,
+        }
+
+
+def compiled(model: nn.Module, mesh: DeviceMesh) -> interlace.Step:
+    return interlace.compile_step(model, lambda m, x, y: m(x, y), data(1)[0], mesh=mesh, strands=1)
+
+
+def whole_loss(x: Tensor, y: Tensor, seed: Tensor) -> Tensor:
+    """Eager code on one device with the masks of all ranks, which hold a half of each inner one."""
+    model = Model()
+    for number, block in enumerate(model.blocks):
+        halves = [OP(torch.ones(6, 8), seed, 2 * number, part, 0.25)[1] for part in (0, 1)]
+        outer = OP(torch.ones(6, 8), seed, 2 * number + 1, -1, 0.5)[1]
+        x = x + outer / 0.5 * block.down(torch.cat(halves, 1) / 0.75 * block.up(x).relu())
+    return (x - y).square().mean().detach()
+
+
+def test_masks_follow_from_what_is_cut_and_not_from_names() -> None:
+    """Axes of any name, several of them, frozen weights: each rank draws for its part of a value
+    that is cut over an axis, and all ranks draw alike for values that are equal on them. Ranks
+    along an axis over which nothing is laid out or exchanged see other data, and draw others."""
+    for result in run_ranks("test_dropout:on_two_axes", 4, timeout_s=150):
+        assert len(result.value) == 4
+        assert all(result.value.values()), result.value

@@ -8,10 +8,12 @@ import torch.distributed as dist
 
 from interlace.runtime import heartbeat
 from interlace.runtime.heartbeat import Ring, Verdict
-from interlace.runtime.identity import ProcessIdentity
+from interlace.runtime.identity import ProcessIdentity, ProcessView
+from interlace.runtime.silence import Limits
 
 pytestmark = pytest.mark.gloo
 HERE = ProcessIdentity.of_this_process(0)
+LIMITS = Limits(heartbeat_s=0.5, dead_after_s=3.0)
 
 
 class Clock:
@@ -45,10 +47,8 @@ def rings(store, world_size: int) -> list[Ring]:
     made = []
     for rank in range(world_size):
         who = dataclasses.replace(HERE, rank=rank, host=f"host{rank}", pid=7 + rank, kernel="other")
-        made.append(Ring(store, who, world_size, heartbeat_s=0.5, dead_after_s=3.0))
+        made.append(Ring(store, who, world_size, LIMITS))
         made[-1].join()
-    for ring in made:
-        ring.meet()
     return made
 
 
@@ -118,11 +118,13 @@ def test_a_round_is_two_requests_at_any_world_size(clock: Clock) -> None:
 
 def test_only_the_very_process_is_ever_taken_for_it() -> None:
     """A re-used pid has another start time, a container another kernel identity."""
-    assert HERE.seen_from_here() == HERE
-    assert not HERE.ended()
-    reused = dataclasses.replace(HERE, started="1")
+    sight = ProcessView.of(HERE).look()
+    assert sight is not None
+    assert not sight.ended
+    reused = ProcessView.of(dataclasses.replace(HERE, started="1"))
     assert reused.ended()
-    assert not reused.seen_from_here().ended()
     assert not reused.kill()
-    assert not dataclasses.replace(HERE, kernel="another boot").kill()
+    elsewhere = ProcessView.of(dataclasses.replace(HERE, kernel="another boot"))
+    assert elsewhere.look() is None
+    assert not elsewhere.kill()
     assert ProcessIdentity.from_json(HERE.to_json()) == HERE

@@ -12,12 +12,13 @@ import torch
 from hugging_face_models import CASES, POSITIONS, VOCABULARY, batch, saved, theirs
 from torch import Tensor, nn
 
-from interlace.config import ModelConfig
+from interlace.config import ModelConfig, RunConfig
 from interlace.errors import InputError
 from interlace.models import model_file
 from interlace.models.hugging_face import export, load_config, load_weights
 from interlace.models.hugging_face_names import FAMILIES, pieces
 from interlace.models.loss import NextTokenLoss
+from interlace.train.build import overridden_shape, published_shape
 
 
 def ours(folder: Path, sequence_length: int = POSITIONS) -> nn.Module:
@@ -242,3 +243,14 @@ def test_export_refuses(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             export(weights, changed, folder, sequence_length=POSITIONS)
     assert not (tmp_path / "new").exists()
+
+
+def test_what_a_checkpoint_overrides_is_said(tmp_path: Path) -> None:
+    """A shape that a preset or a flag set gives way to that of `model.config`, never in silence."""
+    saved("plain", tmp_path)
+    preset = RunConfig(model=ModelConfig(width=128, layers=3, heads=8, config=str(tmp_path)))
+    said = overridden_shape(preset, published_shape(preset))
+    assert said == f"config.json of model.config = {str(tmp_path)!r} says model.width = 64, not 128"
+    plain = RunConfig(model=ModelConfig(config=str(tmp_path)))
+    assert overridden_shape(plain, published_shape(plain)) == ""
+    assert overridden_shape(RunConfig(), published_shape(RunConfig())) == ""

@@ -15,9 +15,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from interlace.errors import InputError
 from interlace.graphs.torch_private import init_fake_world
-from interlace.models.transformers_model import build, flops_per_token, published_sizes
+from interlace.models.transformers_model import build, published_sizes
 from interlace.parallel.plans import apply_published_plan, roles_of
 from interlace.parallel.split_values import SplitValues
+from interlace.train.model_flops import counted_flops_per_token
 
 SHAPE = {
     "hidden_size": 16,
@@ -120,15 +121,46 @@ def test_data_parallel_ranks_share_models_of_others(tmp_path: Path) -> None:
 def test_work_is_counted_from_the_model_itself(tmp_path: Path) -> None:
     """6 FLOP per weight of a matmul and token, a tied head being one, and attention's scores; of
     experts it cannot be told."""
-    model = make(tmp_path, "qwen3", tie_word_embeddings=True)
+    folder = str(tmp_path)
+    make(tmp_path, "qwen3", tie_word_embeddings=True)
     layers, width, inner, size = 1, 16, 32, 4
     projections = width * size * (4 + 2 + 2 + 4) + 3 * width * inner
     wanted = 6 * (layers * projections + 32 * width) + 12 * layers * 4 * size * 64
-    assert flops_per_token(model, 64) == wanted
-    untied = make(tmp_path, "qwen3", tie_word_embeddings=False)
-    assert flops_per_token(untied, 64) == wanted
-    assert flops_per_token(make(tmp_path, "mixtral", num_local_experts=2), 64) is None
-    assert published_sizes(str(tmp_path)) == ("mixtral", 1, 16)
+    random = torch.get_rng_state()
+    assert counted_flops_per_token(folder, 32, 64) == (wanted, "")
+    assert torch.equal(torch.get_rng_state(), random)
+    make(tmp_path, "qwen3", tie_word_embeddings=False)
+    assert counted_flops_per_token(folder, 32, 64) == (wanted, "")
+    make(tmp_path, "mixtral", num_local_experts=2)
+    reason = "a token meets only some of its experts"
+    assert counted_flops_per_token(folder, 32, 64)[0] is None
+    assert counted_flops_per_token(folder, 32, 64)[1].startswith(reason)
+    assert published_sizes(folder) == ("mixtral", 1, 16)
+
+
+def test_work_of_an_unusual_model_is_counted_or_not_known(tmp_path: Path) -> None:
+    """Experts in a table within config.json, layers without attention, and code that needs values:
+    by a formula over all weights each got a number, and a wrong one."""
+    from transformers import DbrxConfig, MambaConfig
+
+    ffn = {"moe_num_experts": 4, "moe_top_k": 1, "ffn_hidden_size": 32}
+    DbrxConfig(d_model=16, n_heads=4, n_layers=1, max_seq_len=64, vocab_size=32,
+               ffn_config=ffn).save_pretrained(tmp_path / "dbrx")  # fmt: skip
+    flops, reason = counted_flops_per_token(str(tmp_path / "dbrx"), 32, 64)
+    assert flops is None
+    assert "moe_num_experts = 4" in reason
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32, "state_size": 4}
+    MambaConfig(**sizes, pad_token_id=0, bos_token_id=0, eos_token_id=0).save_pretrained(
+        tmp_path / "mamba"
+    )
+    flops, reason = counted_flops_per_token(str(tmp_path / "mamba"), 32, 8)
+    inner, rank, state = 32, 1, 4
+    weights = 2 * (16 * 2 * inner + inner * (rank + 2 * state) + rank * inner + inner * 16)
+    assert flops is not None
+    assert flops >= 6 * (weights + 16 * 32)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "bert", "is_decoder": false}')
+    assert counted_flops_per_token(str(tmp_path / "broken"), 32, 10**6)[0] is None
 
 
 def test_a_plan_that_meets_whole_values_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import RankResult, Ranks, gloo_group, run_ranks, start_ranks
@@ -57,13 +58,14 @@ def move_for_ever() -> None:
 
 def pause_on_beginning() -> None:
     """A child: as `move_for_ever`, but rank 2 pauses itself once it has said that it begins."""
-    from interlace.reshard.meeting import Roll
+    from interlace.reshard.roll import Roll
 
-    def begin(roll: Roll, number: int, refusal: str = "") -> None:
-        say(roll, number, refusal)
+    def begin(roll: Roll, **how: Any) -> int:
+        number = say(roll, **how)
         if number == 3 and os.environ["RANK"] == "2":
             print("pausing", flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
+        return number
 
     say, Roll.begin = Roll.begin, begin
     move_for_ever()
@@ -206,11 +208,11 @@ def fail_alone(how: str) -> None:
     ("how", "of_others", "of_faulty"),
     [
         ("never calls", "PeerError: rank 1 has not joined the resharding within 3 s", ""),
-        ("never starts", "PeerError: rank 1 has not begun the transfer within 3 s", ""),
+        ("never starts", "PeerError: rank 1 has not begun transfer 1 of plan 1 within 3 s", ""),
         (
             "starts with another tensor",
-            "PeerError: rank 1 refused to begin the transfer: given 'x' float64[12, 6] (S(0)), "
-            "planned 'x' float32[12, 6] (S(0))",
+            "PeerError: rank 1 refused to begin transfer 1 of plan 1: given 'x' float64[12, 6] "
+            "(S(0)), planned 'x' float32[12, 6] (S(0))",
             "InputError: given 'x' float64[12, 6] (S(0)), planned 'x' float32[12, 6] (S(0))",
         ),
     ],

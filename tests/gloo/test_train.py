@@ -3,17 +3,25 @@
 import json
 import math
 import re
+import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from processes import free_port
 from training import Workplace
 
 from interlace.cli.run_file import load_run_config
+from interlace.config import RunConfig
 from interlace.ir import plan as plans
 from interlace.ir import store
 from interlace.ir.timeline import Timeline, overlaps
+from interlace.report.costs import headline
+from interlace.train.environment import describe_environment
 
 ALONE = ("--parallel.tensor", "1")
 
@@ -133,6 +141,64 @@ def test_the_folder_of_an_earlier_run_is_kept(place: Workplace) -> None:
     assert "holds an earlier run" in said
     assert "output.overwrite" in said
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_a_run_s_own_costs_are_in_its_report(place: Workplace, tmp_path: Path) -> None:
+    """The times that its plan was made from, under the name by which the report looks for them."""
+    from interlace.ir.costs import CostTable
+    from interlace.report.build import build_report
+
+    shutil.copytree(place.folder / "out", tmp_path / "out")
+    table = store.load(tmp_path / "out" / "costs.json", CostTable)
+    page, *others = build_report(tmp_path / "out")
+    assert "<h2>Costs</h2>" in page.read_text()
+    assert headline(table) in page.read_text()
+    assert {path.name for path in others} == {"timeline.png", "trace.json.gz", "oef.png"}
+
+
+def test_a_new_run_leaves_nothing_of_the_earlier_one(place: Workplace) -> None:
+    """Neither what that run wrote, nor what was drawn from it; which is said. Other files stay."""
+    from interlace.report.build import build_report
+
+    shutil.copytree(place.folder / "out", place.folder / "again")
+    folder = place.folder / "again"
+    drawn = [path.name for path in build_report(folder)]
+    events = folder / "tensorboard" / "events.out.tfevents.1.host.2.0"
+    events.parent.mkdir()
+    events.write_bytes(b"")
+    for mine in ("notes.txt", "monday.html", "timelines/notes.json"):
+        (folder / mine).write_text("mine")
+    alone = (*ALONE, "--strands", "1", "--train.steps", "1", "--hardware.peak_tflops", "0.1")
+    said = place.train("--output.overwrite", *alone, out="again")
+    assert "again holds the results of an earlier run, which this one replaces: " in said
+    gone = [*drawn, "comparison.json", "costs.json", "plan.txt"]
+    assert [name for name in gone if (folder / name).exists() or name not in said] == []
+    assert not events.exists()
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    written = {".interlace.lock", "run.toml", "environment.json", "metrics.jsonl"}
+    written |= {"timelines/1-rank0.json"}
+    assert left == written | {"notes.txt", "monday.html", "timelines/notes.json"}
+    (step,) = place.events("again", "step")
+    assert 0 < step["mfu"] < 1
+
+
+def test_going_on_with_other_ranks_leaves_no_records_of_those_that_are_gone(
+    tmp_path: Path,
+) -> None:
+    """Files of an earlier layout would be shown as this run's."""
+    config = replace(RunConfig(), strands="eager")
+    session: Any = SimpleNamespace(
+        config=config, device=torch.device("cpu"), world_size=2, dataset=SimpleNamespace(digest=""),
+        costs=None, strands=None, plan=None,
+    )  # fmt: skip
+    for rank in (0, 1, 2, 3, 10):
+        store.write_whole(tmp_path / "timelines" / f"eager-rank{rank}.json", b"")
+    for name in ("costs.json", "plan.txt", "decompose.json", "comparison.json"):
+        store.write_whole(tmp_path / name, b"")
+    describe_environment(session, tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    records = {"timelines/eager-rank0.json", "timelines/eager-rank1.json", "comparison.json"}
+    assert left == {*records, "environment.json", "run.toml"}
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(place: Workplace) -> None:

@@ -178,7 +178,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
         launcher.kill()
         gone, alive = psutil.wait_procs(ranks, timeout=SURVIVORS_END_WITHIN_S)
         assert len(gone) == 2, (alive, output.read_text())
-        assert output.read_text().count("error: the launcher") == 2
+        assert output.read_text().count("rror: the launcher") == 2
     finally:
         launcher.kill()
         launcher.wait(timeout=10)

@@ -91,11 +91,18 @@ class Workplace:
 class Command:
     """A running `interlace`, and all processes that it ever had."""
 
-    def __init__(self, folder: Path, words: tuple[str, ...], environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        words: tuple[str, ...],
+        environment: dict[str, str],
+        *,
+        module: str = "interlace",
+    ) -> None:
         self.errors = folder / f"stderr-{time.monotonic_ns()}"
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "interlace", *words],
+                [sys.executable, "-m", module, *words],
                 cwd=folder,
                 env=environment,
                 stdout=subprocess.DEVNULL,

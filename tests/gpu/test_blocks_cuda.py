@@ -1,6 +1,6 @@
 """On one GPU: the kernels under ring attention give what scores spelled out in float64 give.
 
-Plain unittest, so that `make gpu-check` runs it where only torch is installed; pytest runs it too.
+Plain unittest, so that `make gpu-check` runs it where only torch and numpy are; pytest runs it too.
 """
 
 import unittest

@@ -1,6 +1,6 @@
 """On one GPU: a rank of an imagined cluster. Values, the time that a collective takes, strands.
 
-Plain unittest, so that `make gpu-check` runs it where only torch is installed; pytest runs it too.
+Plain unittest, so that `make gpu-check` runs it where only torch and numpy are; pytest runs it too.
 """
 
 import unittest

@@ -1,6 +1,8 @@
 """Proves that graphs, cost tables and timelines survive their files, and that bad files do not."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,52 @@ def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         store.save(replace(COSTS, links={"tp": {1, 2}}), path)
     assert store.load(path, CostTable) == COSTS
+
+
+WRITES = 60
+WRITER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from interlace.ir import store
+from interlace.ir.costs import CostTable
+
+path, count, own = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+table = store.load(path, CostTable)
+for number in range(count):
+    store.save(replace(table, issue_ns=own * count + number), path)
+    store.load(path, CostTable)
+"""
+
+
+def test_processes_that_save_and_read_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Every save succeeds, every read finds a whole table, and nothing else is left behind."""
+    path = tmp_path / "costs.json"
+    store.save(COSTS, path)
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), str(WRITES), str(own)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for own in range(4)
+    ]
+    said = [writer.communicate(timeout=60)[1] for writer in writers]
+    assert [writer.returncode for writer in writers] == [0] * 4, said
+    assert store.load(path, CostTable).issue_ns % WRITES == WRITES - 1
+    assert [each.name for each in tmp_path.iterdir()] == ["costs.json"]
+
+
+def test_a_save_that_the_disk_refuses_leaves_nothing(tmp_path: Path) -> None:
+    """Such as one onto a folder; the error is the system's own."""
+    (tmp_path / "costs.json").mkdir()
+    with pytest.raises(OSError, match=r"costs\.json"):
+        store.save(COSTS, tmp_path / "costs.json")
+    assert [each.name for each in tmp_path.iterdir()] == ["costs.json"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5_000])
+def test_text_beyond_the_limits_of_python(text: str) -> None:
+    """Nested too deep, or a number too long: a bad file like any other."""
+    with pytest.raises(InputError, match=r"file\.json is not"):
+        store.loads(text, CostTable, "file.json")

@@ -5,7 +5,9 @@ import math
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,6 +208,9 @@ def test_model_flops_of_a_gpt() -> None:
     gpt = ModelConfig(architecture="gpt", layers=2, width=8, heads=2, kv_heads=2, ffn_width=32)
     matmul_parameters = 2 * (4 * 8 * 8 + 2 * 8 * 32) + 8 * 100
     assert model_flops_per_token(gpt, 100, 16) == 6 * matmul_parameters + 12 * 2 * 8 * 16
+    assert model_flops_per_token(replace(gpt, source="hugging_face"), 100, 16) is None
+    unknown: Any = "mamba"
+    assert model_flops_per_token(replace(gpt, architecture=unknown), 100, 16) is None
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_the_report_of_a_cost_file(tmp_path: Path) -> None:
     assert [path.name for path in written] == ["mine.html", "mine-oef.png"]
     page = written[0].read_text()
     assert all(text in page for text in ("-0.25", "1.20 / 1.50", "data:image/png"))
-    shutil.move(file, tmp_path / "cost.json")
+    shutil.move(file, tmp_path / "costs.json")
     elsewhere = build_report(tmp_path, tmp_path / "out" / "page.html")
     assert [path.name for path in elsewhere] == ["page.html", "page-oef.png"]
 
@@ -77,7 +77,7 @@ def test_a_run_with_a_cost_file_shows_it(tmp_path: Path) -> None:
     write_run(tmp_path)
     without = build_report(tmp_path)
     assert "<h2>Costs</h2>" not in without[0].read_text()
-    store.save(TABLE, tmp_path / "cost.json")
+    store.save(TABLE, tmp_path / "costs.json")
     written = build_report(tmp_path)
     assert "<h2>Costs</h2>" in written[0].read_text()
     assert {path.name for path in written} - {path.name for path in without} == {"oef.png"}
@@ -85,6 +85,6 @@ def test_a_run_with_a_cost_file_shows_it(tmp_path: Path) -> None:
 
 def test_a_damaged_cost_file_is_named(tmp_path: Path) -> None:
     """As every damaged file of a run."""
-    (tmp_path / "cost.json").write_text('{"operators": {}}')
-    with pytest.raises(InputError, match=r"cost\.json is not a valid CostTable"):
+    (tmp_path / "costs.json").write_text('{"operators": {}}')
+    with pytest.raises(InputError, match=r"costs\.json is not a valid CostTable"):
         build_report(tmp_path)

@@ -35,10 +35,10 @@ from interlace.ir.timeline import Timeline
 from interlace.lab.imagined import ImaginedWorld, imagined_world
 from interlace.runtime.executor import Batch
 from interlace.train.compare import compare
+from interlace.train.device import device_type
 from interlace.train.engines import Engine
 from interlace.train.metrics import model_flops_per_token, peak_flops
 from interlace.train.opening import open_session
-from interlace.train.session import device_type
 
 MODELS = {
     "small": ModelConfig(width=512, heads=8, kv_heads=8, ffn_width=1408),
@@ -162,6 +162,7 @@ def _step_flops(config: RunConfig) -> float:
     per_token = model_flops_per_token(
         config.model, config.model.vocab_size, config.data.sequence_length
     )
+    assert per_token is not None  # the bench trains our own Llama
     tokens = config.data.sequence_length * config.train.micro_batch_size
     return per_token * tokens * config.train.micro_batches / world_of(config.parallel)
 
@@ -206,12 +207,19 @@ def _effectiveness(mode: Mapping[str, float]) -> float:
     return (mode["communication_ms"] - mode["exposed_ms"]) / shorter if shorter else 0.0
 
 
+def preset_for(gpu: str) -> str:
+    """The cluster whose links were made for a GPU of that name; `a800` if none was."""
+    words = gpu.lower().replace("-", " ").split()
+    return next((name for name in ("h200", "h100", "a40") if name in words), "a800")
+
+
 def write(path: str) -> None:
     """Measure 8B, 39B and 70B width in full and write JSON; used where only torch is installed."""
     rows, labels = [], set()
+    cluster = preset_for(torch.cuda.get_device_name())
     for model in ("8b", "39b", "70b"):
         found, label = measure(
-            Case(cluster="a800", world=8, model=model, layers=2, slower=1.0, steps=6)
+            Case(cluster=cluster, world=8, model=model, layers=2, slower=1.0, steps=6)
         )
         rows += found
         labels.add(label)

@@ -33,7 +33,21 @@ class Row:
 
 def speedup(case: str, metric: str, ours: Sequence[float], baseline: Sequence[float]) -> Row:
     """A row from paired times: pair i of both lists ran next to each other."""
-    ratios = [b / o for o, b in zip(ours, baseline, strict=True)]
+    return _paired(
+        case, metric, ours, baseline, [b / o for o, b in zip(ours, baseline, strict=True)]
+    )
+
+
+def slowdown(case: str, metric: str, ours: Sequence[float], baseline: Sequence[float]) -> Row:
+    """The same with how much longer ours takes as the ratio."""
+    return _paired(
+        case, metric, ours, baseline, [o / b for o, b in zip(ours, baseline, strict=True)]
+    )
+
+
+def _paired(
+    case: str, metric: str, ours: Sequence[float], baseline: Sequence[float], ratios: list[float]
+) -> Row:
     return Row(
         case=case,
         metric=metric,

@@ -16,6 +16,8 @@ from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.ir import store
 from interlace.ir.costs import CostTable
+from interlace.run_files import COSTS
+from interlace.train.claims import refuse_in_live_run
 
 if TYPE_CHECKING:
     from interlace.train.profiling import Progress
@@ -25,7 +27,7 @@ def profile(
     run: RunFile,
     /,
     *,
-    output: Annotated[Path, Parameter(name=("--output", "-o"))] = Path("cost.json"),
+    output: Annotated[Path, Parameter(name=("--output", "-o"))] = Path(COSTS),
     again: Annotated[bool, Parameter(negative="")] = False,
     nproc: Annotated[int | None, Parameter(show_default=False)] = None,
     config: RunOptions = RunConfig(),  # noqa: B008  frozen
@@ -60,7 +62,8 @@ def profile(
 def _check_output(output: Path) -> None:
     """Refuse what could not be written, or should not be replaced, before anything is measured."""
     if output.is_dir():
-        raise InputError(f"{output} is a folder", hint=f"name a file: {output / 'cost.json'}")
+        raise InputError(f"{output} is a folder", hint=f"name a file: {output / COSTS}")
+    refuse_in_live_run(output)
     if output.exists():
         store.load(output, CostTable)
     try:

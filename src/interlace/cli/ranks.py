@@ -69,4 +69,6 @@ def start_ranks(
             ranks=ranks,
             cores_per_rank=config.train.threads,
             verbose=verbose,
+            watchdog=config.watchdog,
+            must_join=True,
         )

@@ -21,7 +21,7 @@ def agree(mine: Mapping[str, float], *, smallest: Collection[str] = ()) -> dict[
         return {name: round(mine[name]) for name in names}
     signs = torch.tensor([-1 if name in smallest else 1 for name in names], dtype=torch.int64)
     values = torch.tensor([round(mine[name]) for name in names], dtype=torch.int64) * signs
-    values = values.to(_device())
+    values = values.to(collective_device())
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return dict(zip(names, (values.cpu() * signs).tolist(), strict=True))
 
@@ -31,7 +31,7 @@ def average(mine: Mapping[str, float]) -> dict[str, int]:
     names = sorted(mine)
     values = torch.tensor([mine[name] for name in names], dtype=torch.float64)
     if not _alone():
-        values = values.to(_device())
+        values = values.to(collective_device())
         dist.all_reduce(values)
         values = values.cpu() / dist.get_world_size()
     return {name: round(value) for name, value in zip(names, values.tolist(), strict=True)}
@@ -42,14 +42,14 @@ def broadcast_text(text: str) -> str:
     if _alone():
         return text
     content = bytearray(text.encode())
-    length = torch.tensor([len(content)], dtype=torch.int64, device=_device())
+    length = torch.tensor([len(content)], dtype=torch.int64, device=collective_device())
     dist.broadcast(length, src=0)
     if not int(length):
         return ""
     payload = torch.zeros(int(length), dtype=torch.uint8)
     if is_first_rank():
         payload = torch.frombuffer(content, dtype=torch.uint8)
-    payload = payload.to(_device())
+    payload = payload.to(collective_device())
     dist.broadcast(payload, src=0)
     return payload.cpu().numpy().tobytes().decode()
 
@@ -58,5 +58,9 @@ def _alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def _device() -> str:
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where a small tensor must live for a collective of `group`: the CPU if it can."""
+    devices = {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
+    if "cpu" in devices:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

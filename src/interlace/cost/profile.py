@@ -16,9 +16,7 @@ from statistics import fmean, quantiles
 
 import torch
 
-from interlace.cost.agreement import agree, average, broadcast_text, is_first_rank
-from interlace.errors import InputError
-from interlace.ir import store
+from interlace.cost.agreement import agree, average
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.timeline import WAIT, Timeline
@@ -103,28 +101,3 @@ def measure(
         graph_digest=graph_digest,
         machine=machine,
     )
-
-
-def cached(
-    directory: Path | None, machine: str, graph_digest: str, measure_now: Callable[[], CostTable]
-) -> CostTable:
-    """The table of an earlier run on this machine and graph, or a fresh one, which is then kept.
-
-    The first rank reads the file and gives it to all, so that ranks never mix old and new times.
-    """
-    path = directory / f"{graph_digest}-{machine}.json" if directory else None
-    text = ""
-    if path is not None and is_first_rank() and path.exists():
-        try:
-            text = store.dumps(store.load(path, CostTable))
-        except InputError:
-            path.unlink()  # half-written or of another version: measured again below
-    text = broadcast_text(text)
-    if text:
-        found = store.loads(text, CostTable, "the first rank's table")
-        if (found.machine, found.graph_digest) == (machine, graph_digest):
-            return found
-    table = measure_now()
-    if path is not None and is_first_rank():
-        store.save(table, path)
-    return table

@@ -33,12 +33,17 @@ class Pending(NamedTuple):
 
     output: Tensor
     work: dist.Work | Messages
+    group: str = ""
+    """Name of its process group, whose collectives run one after the other."""
+    source: Tensor | None = None
+    """What is sent, if that is not `output`. NCCL's work lets go of it as soon as any stream waits,
+    and its memory would be given away while the transfer still reads it."""
     part_of_buffer: bool = False
     """Whether `output` is a slice of a larger buffer that should not outlive the wait."""
 
 
-def _pending(output: Tensor, work: dist.Work | None, *, part_of_buffer: bool = False) -> Pending:
-    return Pending(output, cast("dist.Work", work), part_of_buffer)  # async_op=True gives a work
+def _started(work: dist.Work | None) -> dist.Work:
+    return cast("dist.Work", work)  # async_op=True gives a work
 
 
 def _on_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
@@ -55,13 +60,14 @@ def wait(pending: Pending) -> Tensor:
 def all_gather(x: Tensor, group_size: int, group_name: str) -> Pending:
     """[n, ...] per rank -> [group_size * n, ...]."""
     output = x.new_empty((x.shape[0] * group_size, *x.shape[1:]))
-    group = process_group(group_name)
+    group, x = process_group(group_name), x.contiguous()
     if _on_gloo(x, group):
-        inputs = [x.contiguous()] * group_size
-        return Pending(output, exchange(output, [x.shape[0]] * group_size, inputs, group))
+        messages = exchange(output, [x.shape[0]] * group_size, [x] * group_size, group)
+        return Pending(output, messages, group_name, x)
     # torch 2.13 renamed the call; the old name warns there and the new one is unknown to 2.11.
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return _pending(output, call(output, x.contiguous(), group=group, async_op=True))
+    work = call(output, x, group=group, async_op=True)
+    return Pending(output, _started(work), group_name, x)
 
 
 def reduce_scatter(
@@ -80,11 +86,11 @@ def reduce_scatter(
         buffer = _writable(x, consume=consume)
         work = dist.all_reduce(buffer, op=_REDUCE[reduce], group=group, async_op=True)
         part = buffer.narrow(0, group.rank() * rows, rows)
-        return _pending(part, work, part_of_buffer=True)
-    output = x.new_empty((rows, *x.shape[1:]))
+        return Pending(part, _started(work), group_name, part_of_buffer=True)
+    output, x = x.new_empty((rows, *x.shape[1:])), x.contiguous()
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work = call(output, x.contiguous(), op=_REDUCE[reduce], group=group, async_op=True)
-    return _pending(output, work)
+    work = call(output, x, op=_REDUCE[reduce], group=group, async_op=True)
+    return Pending(output, _started(work), group_name, x)
 
 
 def all_reduce(x: Tensor, reduce: str, group_name: str, *, consume: bool = False) -> Pending:
@@ -92,7 +98,7 @@ def all_reduce(x: Tensor, reduce: str, group_name: str, *, consume: bool = False
     output = _writable(x, consume=consume)
     group = process_group(group_name)
     work = dist.all_reduce(output, op=_REDUCE[reduce], group=group, async_op=True)
-    return _pending(output, work)
+    return Pending(output, _started(work), group_name)
 
 
 def all_to_all(
@@ -100,14 +106,14 @@ def all_to_all(
 ) -> Pending:
     """Rows are cut by `input_splits`; piece i goes to rank i."""
     output = x.new_empty((sum(output_splits), *x.shape[1:]))
-    group = process_group(group_name)
+    group, x = process_group(group_name), x.contiguous()
     if _on_gloo(x, group):
-        inputs = x.contiguous().split(input_splits)
-        return Pending(output, exchange(output, output_splits, inputs, group))
+        messages = exchange(output, output_splits, x.split(input_splits), group)
+        return Pending(output, messages, group_name, x)
     work = dist.all_to_all_single(
-        output, x.contiguous(), output_splits, input_splits, group=group, async_op=True
+        output, x, output_splits, input_splits, group=group, async_op=True
     )
-    return _pending(output, work)
+    return Pending(output, _started(work), group_name, x)
 
 
 def _writable(x: Tensor, *, consume: bool) -> Tensor:

@@ -71,7 +71,7 @@ def gather_once(forward: StrandGraph, layout: DataLayout) -> StrandGraph:
         for weight in bucket.weights:
             part = _rows(writer, gathered, bucket, weight, layout)
             for name, target in _placeholders(forward, "parameter", weight):
-                whole = writer.placeholder(name, Binding("parameter", target), weight.shape)
+                whole = writer.placeholder_like(_input(forward, name), Binding("parameter", target))
                 split = writer.call(aten.view.default, whole, _split_shape(weight, layout))
                 writer.call(aten.copy_.default, split, part)
     return writer.strand("gather")
@@ -118,9 +118,7 @@ def reduce_once(
         if bucket.sharded and layout.reduce_each:
             continue
         found = {
-            weight: writer.placeholder(
-                name, Binding("gradient", target), weight.shape, buffer_dtype
-            )
+            weight: writer.placeholder_like(_input(backward, name), Binding("gradient", target))
             for weight in bucket.weights
             for name, target in _placeholders(backward, "gradient", weight)
         }
@@ -156,6 +154,10 @@ def _placeholders(strand: StrandGraph, role: str, weight: Weight) -> list[tuple[
         for name, binding in strand.bindings.items()
         if binding.role == role and binding.target in weight.names
     ][:1]
+
+
+def _input(strand: StrandGraph, name: str) -> fx.Node:
+    return next(node for node in strand.graph.find_nodes(op="placeholder") if node.name == name)
 
 
 def _first_user(node: fx.Node, place: dict[fx.Node, int]) -> fx.Node:

@@ -5,41 +5,38 @@ operators. Here each dropout gets its number in the graph, and draws from a gene
 seeded by that number and by the micro-batch's seeds. So any order, and any recomputation, gives the
 same mask.
 
-Seeds are an int64 tensor [2] on the CPU that comes behind the batch's own tensors: one seed that
-tensor-parallel ranks share, for activations that are equal on them, and one of the rank's own, for
-activations of which each holds a part.
+The seed is an int64 tensor [1] on the CPU that comes behind the batch's own tensors. Ranks that
+see the same data have the same one, so activations that are equal on them get equal masks. Where
+each rank holds a part of an activation (`graphs.spread`), the number of the part is mixed in.
 """
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
-from torch.distributed.tensor import Shard
 
 from interlace.errors import InputError
-from interlace.graphs.collectives import ISSUE, group_of, is_collective
 from interlace.graphs.module_paths import module_path
+from interlace.graphs.spread import UNCLEAR, part_of, spread_of
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph
-from interlace.ir.graph import Kind
 
 aten = torch.ops.aten
 OFF = -1
 """A seed with which nothing is dropped, for evaluation."""
 
 
-def seeds_for(
-    seed: int, *, step: int, micro_batch: int, data_rank: int = 0, tensor_rank: int = 0
-) -> Tensor:
-    """The seeds of one micro-batch on one rank. `data_rank` numbers the ranks that see other
-    tokens (data and context parallel), `tensor_rank` those that share them."""
-    shared = _mix(seed, step, micro_batch, data_rank)
-    return torch.tensor([shared, _mix(shared, tensor_rank)], dtype=torch.int64)
+def seeds_for(seed: int, *, step: int, micro_batch: int, data_rank: int = 0) -> Tensor:
+    """The seed of one micro-batch on one rank. `data_rank` numbers the ranks that see other
+    data (data and context parallel)."""
+    return torch.tensor([_mix(seed, step, micro_batch, data_rank)], dtype=torch.int64)
 
 
 def no_dropout() -> Tensor:
-    """Seeds with which nothing is dropped."""
-    return torch.full((2,), OFF, dtype=torch.int64)
+    """The seed with which nothing is dropped."""
+    return torch.full((1,), OFF, dtype=torch.int64)
 
 
 def _mix(*numbers: int) -> int:
@@ -50,13 +47,15 @@ def _mix(*numbers: int) -> int:
 
 @torch.library.custom_op("interlace::dropout", mutates_args=())
 def dropout(
-    x: Tensor, seeds: Tensor, number: int, own: bool, probability: float
+    x: Tensor, seeds: Tensor, number: int, part: int, probability: float
 ) -> tuple[Tensor, Tensor]:
     """(x with a share of its elements set to 0 and the others scaled up, mask of those that stay),
-    as `aten.native_dropout` does. `own` takes the rank's own seed."""
-    seed = int(seeds[int(own)])
+    as `aten.native_dropout` does. `part` says which part of a value `x` is; -1: the whole."""
+    seed = int(seeds[0])
     if seed == OFF:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if part >= 0:
+        seed = _mix(seed, part)
     generator = torch.Generator(x.device).manual_seed(_mix(seed, number))
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - probability, generator=generator)
     return x.mul(mask).mul_(1 / (1 - probability)), mask
@@ -64,7 +63,7 @@ def dropout(
 
 @dropout.register_fake
 def _(
-    x: Tensor, seeds: Tensor, number: int, own: bool, probability: float
+    x: Tensor, seeds: Tensor, number: int, part: int, probability: float
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
@@ -75,12 +74,16 @@ def takes_seeds(forward: StrandGraph) -> bool:
 
 
 def fix_dropout(
-    chunk: ChunkGraphs, *, batch_inputs: int, tensor_groups: Collection[str] = ()
+    chunk: ChunkGraphs,
+    *,
+    batch_inputs: int,
+    tensors: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> ChunkGraphs:
     """`chunk` with numbered dropout; one without dropout is left as it is. Changes its graphs.
 
-    The seeds are batch input number `batch_inputs`. `tensor_groups` names the process groups of
-    tensor-parallel ranks. Raises InputError for other operators that draw random numbers.
+    The seed is batch input number `batch_inputs`. `tensors` are the parameters and buffers of the
+    module by name, whose layouts say of which values each rank holds a part. Raises InputError for
+    other operators that draw random numbers.
     """
     random = [node for node in _calls(chunk) if _draws(node)]
     for node in random:
@@ -94,13 +97,22 @@ def fix_dropout(
     if not random:
         return chunk
     graph, forward = chunk.forward.graph, chunk.forward
-    parts = _split_over(chunk, frozenset(tensor_groups))
+    spread = spread_of(forward, tensors)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     seeds = _seeds_input(graph, random[0])
     forward.bindings[seeds.name] = Binding("batch", str(batch_inputs))
     for number, node in enumerate(random):
         x, probability, _ = node.args
+        assert isinstance(x, fx.Node)
+        if UNCLEAR in spread[x]:
+            raise InputError(
+                f"dropout in {module_path(node) or 'the model'} works on values that were cut over "
+                "several axes and gathered over some of them: which ranks hold equal ones, and so "
+                "need equal masks, is not known",
+                hint="gather over one axis at a time, or set dropout to 0 there",
+            )
         node.target = torch.ops.interlace.dropout.default
-        node.args = (x, seeds, number, x in parts, probability)
+        node.args = (x, seeds, number, part_of(spread[x], rank), probability)
     forward.module.recompile()
     return chunk
 
@@ -126,29 +138,5 @@ def _seeds_input(graph: fx.Graph, like: fx.Node) -> fx.Node:
     with graph.inserting_before(next(iter(graph.nodes))):
         seeds = graph.placeholder("seeds")
     with like.args[0].meta["val"].fake_mode:  # type: ignore[union-attr]
-        seeds.meta["val"] = torch.empty(2, dtype=torch.int64, device="cpu")
+        seeds.meta["val"] = torch.empty(1, dtype=torch.int64, device="cpu")
     return seeds
-
-
-def _split_over(chunk: ChunkGraphs, groups: frozenset[str]) -> set[fx.Node]:
-    """Nodes of the forward of whose values each tensor-parallel rank holds another part.
-
-    It begins with split weights, and with scattered sums; gathering and summing up ends it.
-    """
-    found: set[fx.Node] = set()
-    for node in chunk.forward.graph.nodes:
-        if node.op == "placeholder":
-            if _is_split_weight(chunk, chunk.forward.bindings[node.name]):
-                found.add(node)
-        elif is_collective(node) and group_of(node) in groups:
-            _, kind = ISSUE[node.target]  # type: ignore[index]
-            if kind not in (Kind.ALL_GATHER, Kind.ALL_REDUCE):
-                found.add(node)
-        elif not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _is_split_weight(chunk: ChunkGraphs, binding: Binding) -> bool:
-    layout = chunk.placements.get(binding.target) if binding.role == "parameter" else None
-    return any(isinstance(placement, Shard) for placement in layout or ())

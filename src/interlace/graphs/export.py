@@ -21,6 +21,7 @@ from interlace.graphs.collectives import (
     kind_of_collective,
 )
 from interlace.graphs.trace import VIEWS, StrandGraph
+from interlace.graphs.wide_sums import ADD_WIDE
 from interlace.ir.graph import COMPUTE_LANE, GraphInput, Kind, Operator, OpGraph
 
 aten = torch.ops.aten
@@ -215,8 +216,8 @@ def _flops(node: fx.Node) -> int:
     """Multiplications and additions of matmuls and attention; 0 for everything else."""
     packet = getattr(node.target, "overloadpacket", None)
     name = str(node.target).split(".")[1]
-    if name == "addmm_":
-        _, a, b = (n.meta["val"] for n in node.all_input_nodes)
+    if name == "addmm_" or node.target == ADD_WIDE:
+        a, b = (n.meta["val"] for n in node.args[1:3] if isinstance(n, fx.Node))
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
     if "attention" in name:
         return _attention_flops(node, backward="backward" in name)

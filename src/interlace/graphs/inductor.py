@@ -13,9 +13,14 @@ from torch import fx, nn
 from interlace.errors import InputError
 from interlace.graphs.torch_private import has_inductor_schedule, inductor_schedule
 from interlace.graphs.trace import StrandGraph
+from interlace.graphs.wide_sums import ADD_WIDE
 
 aten = torch.ops.aten
-_FUNCTIONAL = {aten.addmm_.default: aten.addmm.default, aten.add_.Tensor: aten.add.Tensor}
+_FUNCTIONAL = {
+    aten.addmm_.default: aten.addmm.default,
+    aten.add_.Tensor: aten.add.Tensor,
+    ADD_WIDE: aten.addmm.dtype,
+}
 """Additions to a gradient buffer, as the scheduler knows them: it takes no operator in place."""
 
 
@@ -74,6 +79,8 @@ class _Builder:
             copy.target = f"{strand}_{node.target}"
             setattr(self.root, copy.target, getattr(self.strands[strand].module, str(node.target)))
         copy.target = _FUNCTIONAL.get(node.target, copy.target)  # type: ignore[arg-type]
+        if node.target == ADD_WIDE:
+            copy.kwargs = {}
         copy.meta = dict(node.meta)
         self.done[node] = copy
         return copy

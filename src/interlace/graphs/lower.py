@@ -5,10 +5,11 @@ Collectives start where the plan puts them, each wait stands right before the fi
 that needs the result, and every value is dropped after its last use.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.fx.graph import CodeGen
 
@@ -16,7 +17,10 @@ from interlace.errors import InputError
 from interlace.graphs.collectives import CONSUMERS, ISSUE, is_collective, is_wait, wait
 from interlace.graphs.export import is_free
 from interlace.graphs.parts import Part
+from interlace.graphs.strides import copying_views, restrided
 from interlace.graphs.trace import VIEWS, Binding, StrandGraph
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class _Builder:
         self.done: dict[tuple[str, fx.Node], fx.Node] = {}
         self.flying: list[tuple[str, fx.Node]] = []
         self.inputs: dict[fx.Node, tuple[str, Binding]] = {}
+        self.copying = {name: copying_views(part.strand.graph) for name, part in parts.items()}
         for strand, part in parts.items():
             for node, binding in part.inputs.items():
                 copy = self.graph.placeholder(f"{strand}_{node.name}")
@@ -139,10 +144,23 @@ class _Builder:
             copy = self.graph.call_function(issue, fx.node.map_arg(node.args, copied), options)
         elif is_wait(node):
             copy = self.graph.call_function(wait, (copied(node.all_input_nodes[0]),))
+        elif node.target == aten.as_strided.default:
+            copy = self._as_strided(node, copied)
         else:
             copy = self.graph.node_copy(node, copied)
+            if node in self.copying[strand]:
+                copy.target = aten.reshape.default
         copy.meta = {"strand": strand, "name": node.name}
         self.done[strand, node] = copy
+
+    def _as_strided(self, node: fx.Node, copied: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """Strides given as numbers are meant for memory as it was traced."""
+        source, *numbers = node.args
+        assert isinstance(source, fx.Node)
+        seen = tuple(source.meta["val"].stride())
+        as_seen = self.graph.call_function(restrided, (copied(source), seen))
+        as_seen.meta = {"strand": copied(source).meta["strand"], "name": f"{node.name}_source"}
+        return self.graph.call_function(node.target, (as_seen, *numbers), node.kwargs)  # type: ignore[arg-type]
 
     def finish(self) -> Lowered:
         outputs, owners = [], []

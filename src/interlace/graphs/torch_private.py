@@ -1,10 +1,16 @@
 """Every private torch API that Interlace uses, in one place. Tested with torch 2.11 to 2.13.
 
-    _dynamo.functional_export.dynamo_graph_capture_for_export   module -> fx module, no guards
+    _dynamo.functional_export.dynamo_graph_capture_for_export   module -> fx module
+    _dynamo.functional_export.fullgraph_capture, _dynamo.convert_frame.get_traced_fn,
+    _dynamo.hooks.Hooks                      the guards of a capture: what the forward read
+    nn.Module._*_hooks, nn.modules.module._global_*_hooks, Tensor._backward_hooks,
+    Tensor._post_accumulate_grad_hooks, DTensor._local_tensor, DTensor._spec      seeing changes
+    _dynamo.config.automatic_dynamic_shapes                     sizes are numbers in every capture
     _functorch.aot_autograd.aot_export_joint_with_descriptors   forward and backward in one graph
     _functorch.partitioners.min_cut_rematerialization_partition, _functorch.config
                                                                 what to keep within a budget
     _functorch._aot_autograd.descriptors                        what each input and output is
+    distributed.distributed_c10d._set_pg_timeout   how long a group that exists waits
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
     distributed._functional_collectives.AsyncCollectiveTensor   what eager DTensor waits on
     utils._python_dispatch.TorchDispatchMode, utils._pytree.tree_leaves   seeing eager operators
@@ -24,7 +30,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo import functional_export
+from torch._dynamo.convert_frame import get_traced_fn
+from torch._dynamo.hooks import Hooks
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -37,26 +45,35 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import Placement
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
+    "GRADIENT_HOOKS",
+    "LOCAL_PARTS",
+    "MODULE_ENTRIES",
+    "MODULE_STATE",
     "AsyncCollectiveTensor",
     "GradientOf",
     "InputOf",
     "Joint",
+    "Reads",
     "TorchDispatchMode",
     "capture",
     "compile_elementwise",
     "fake_tensor_mode",
+    "global_hooks",
     "has_inductor_schedule",
+    "hooks_of",
     "inductor_schedule",
     "init_fake_world",
     "input_of",
     "min_cut_saved",
     "process_group",
+    "set_group_timeout",
     "set_input",
     "tree_leaves",
 ]
@@ -94,12 +111,27 @@ class Joint:
     """What the outputs after the loss are."""
     writes: tuple[tuple[InputOf, fx.Node], ...] = ()
     """Inputs that the forward writes to, and the node with the value that each gets."""
+    reads: "Reads | None" = None
+    """What the forward read of Python, if that was asked for."""
 
 
-def capture(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Joint:
+def capture(module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False) -> Joint:
     """Trace `module(*example_inputs) -> scalar loss`. No collective runs, no memory is touched
-    when the module holds fake tensors."""
-    captured: Any = dynamo_graph_capture_for_export(module)(*example_inputs)
+    when the module holds fake tensors. `watch` keeps what was read of Python."""
+    reads: list[Reads] = []
+    whole_capture = functional_export.fullgraph_capture
+
+    def watched(function: Any, *args: Any, **options: Any) -> Any:
+        found = whole_capture(function, *args, **options)
+        reads.append(_reads(module, function, found.graph_capture_output))
+        return found
+
+    with ExitStack() as stack:
+        # Else a second capture of the same code with other sizes would have symbols for sizes.
+        stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
+        if watch:  # guards can only be built inside the capture
+            stack.enter_context(mock.patch.object(functional_export, "fullgraph_capture", watched))
+        captured: Any = functional_export.dynamo_graph_capture_for_export(module)(*example_inputs)
     with ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(stack, captured, example_inputs)
     graph = joint.graph_module.graph
@@ -120,9 +152,87 @@ def capture(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Joint:
         if (parameter := _parameter_of(desc)) and node is not None
     ]
     output.args = ((loss, *(node for node, _ in found)),)
-    return Joint(graph, joint.graph_module, tuple(gradient for _, gradient in found), tuple(writes))
+    gradients = tuple(gradient for _, gradient in found)
+    return Joint(graph, joint.graph_module, gradients, tuple(writes), *reads)
 
 
+class Reads:
+    """What a traced forward read beside parameters and buffers, as dynamo's guards know it:
+    attributes, elements of lists, values of closures and of modules' globals."""
+
+    def __init__(
+        self, module: nn.Module, manager: Any, tensors: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        self._manager = manager
+        self._locals = {"self": module}
+        scope = {"G": manager.global_scope, "L": self._locals, **manager.closure_vars}
+        self.tensors = tuple(
+            (name, tensor, eval(f"lambda: {name}", scope)) for name, tensor in tensors
+        )
+        """Tensors that the graph holds as constants: the expression that gave each (in dynamo's
+        words), the tensor, and a function that evaluates the expression again."""
+
+    def hold(self) -> bool:
+        """Whether all values are what they were. Tensors are not looked at."""
+        return self._manager.check(self._locals)
+
+    def broken(self) -> str:
+        """The first value that is not what it was: dynamo's condition, and where it was read."""
+        parts = self._manager.check_verbose(self._locals).verbose_code_parts
+        return parts[0] if parts else ""
+
+
+_VALUES = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH"})
+_ELSEWHERE = frozenset({"TENSOR_MATCH", "DUPLICATE_INPUT", "EMPTY_NN_MODULE_HOOKS_DICT"})
+"""Guards on tensors and hooks, which `runtime.binding` looks at itself."""
+
+
+def _reads(module: nn.Module, function: Any, output: Any) -> Reads:
+    """Of the guards of a capture those on values anywhere, and on anything below `module`. Others
+    see the insides of libraries, which change whenever somebody registers another model."""
+    own = {id(t) for t in (*module.parameters(), *module.buffers())}
+    own |= {id(t._local_tensor) for t in module.parameters() if isinstance(t, DTensor)}
+    tensors: dict[int, tuple[str, Tensor]] = {}
+
+    def wanted(guards: Any) -> list[bool]:
+        kept = []
+        for guard in guards:
+            source = guard.orig_guard.name
+            kind, is_batch = guard.guard_type, source.startswith("L['batch']")
+            if kind == "TENSOR_MATCH" and not is_batch and id(guard.value) not in own:
+                tensors[id(guard.value)] = (source, guard.value)
+            below = source.startswith("L['self']") and kind not in _ELSEWHERE
+            kept.append(not is_batch and (below or kind in _VALUES))
+        return kept
+
+    code = get_traced_fn(function)[0].__code__
+    manager = output.build_guards(code, Hooks(guard_filter_fn=wanted)).guard_manager
+    return Reads(module, manager, tensors.values())
+
+
+def hooks_of(module: nn.Module, *, backward: bool) -> list[dict[int, Any]]:
+    """The dictionaries in which a module keeps its hooks."""
+    if backward:
+        return [module._backward_hooks, module._backward_pre_hooks]
+    return [module._forward_hooks, module._forward_pre_hooks]
+
+
+def global_hooks(*, backward: bool) -> list[dict[int, Any]]:
+    """The dictionaries of hooks that all modules call."""
+    every = nn.modules.module
+    if backward:
+        return [every._global_backward_hooks, every._global_backward_pre_hooks]
+    return [every._global_forward_hooks, every._global_forward_pre_hooks]
+
+
+MODULE_ENTRIES = ("_modules", "_parameters", "_buffers")
+"""Attributes of a module: the dictionaries of its sub-modules, parameters and buffers."""
+MODULE_STATE = ("training", *MODULE_ENTRIES, "_forward_hooks", "_forward_pre_hooks")
+"""Attributes of a module that are other objects if its state is another."""
+GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of a tensor that are false as long as no hook of autograd was put on it."""
+LOCAL_PARTS = ("_local_tensor", "_spec")
+"""Attributes of a DTensor: this rank's part, and its layout."""
 _INPUT = "input_of"
 
 

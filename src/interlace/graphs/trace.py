@@ -12,8 +12,13 @@ from torch.distributed.tensor import Placement
 
 from interlace.graphs.buffers import filled
 from interlace.graphs.cut import cut
-from interlace.graphs.torch_private import Joint, capture, input_of
-from interlace.graphs.trace_errors import explained, refuse_collectives, refuse_writes
+from interlace.graphs.torch_private import Joint, Reads, capture, input_of
+from interlace.graphs.trace_errors import (
+    explained,
+    refuse_collectives,
+    refuse_sparse,
+    refuse_writes,
+)
 
 aten = torch.ops.aten
 VIEWS = frozenset(
@@ -79,6 +84,8 @@ class ChunkGraphs:
     parameters: tuple[str, ...]
     placements: dict[str, tuple[Placement, ...] | None]
     """Layout of each parameter's gradient, None for plain tensors."""
+    reads: Reads | None = None
+    """What the forward read beside parameters and buffers, if that was asked for."""
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
@@ -93,22 +100,28 @@ def output_values(graph: fx.Graph) -> tuple[fx.Node, ...]:
     return tuple(value for value in values if isinstance(value, fx.Node))
 
 
-def trace_chunk(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> ChunkGraphs:
-    """Trace `module(*example_inputs) -> scalar loss` on this rank.
+def trace_chunk(
+    module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False
+) -> ChunkGraphs:
+    """Trace `module(*example_inputs) -> scalar loss` on this rank. With `watch` the graphs know
+    what the forward read beside parameters and buffers.
 
     Raises InputError naming what could not be traced.
     """
-    return bind(trace_joint(module, example_inputs))
+    return bind(trace_joint(module, example_inputs, watch=watch))
 
 
-def trace_joint(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Joint:
+def trace_joint(
+    module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False
+) -> Joint:
     """Forward and backward of `module(*example_inputs) -> scalar loss` in one graph.
 
     Raises InputError naming what could not be traced.
     """
     with explained(module):
-        joint = capture(module, example_inputs)
+        joint = capture(module, example_inputs, watch=watch)
     refuse_writes(module, joint.writes)
+    refuse_sparse(module, joint.graph)
     refuse_collectives(module, joint.graph)
     return joint
 
@@ -171,6 +184,7 @@ def bind(joint: Joint) -> ChunkGraphs:
         saved=saved,
         parameters=tuple(gradients),
         placements={name: placements for name, (_, placements) in gradients.items()},
+        reads=joint.reads,
     )
 
 

@@ -30,6 +30,7 @@ _HINTS = (
     (("builtin", "logging"), "move printing and logging out of forward"),
 )
 _OTHER_HINT = "write it with plain torch operators, or train with eager PyTorch (strands = eager)"
+_NO_SCHEMA = types.SimpleNamespace(arguments=())
 
 
 class Line(NamedTuple):
@@ -83,6 +84,21 @@ def refuse_writes(module: nn.Module, writes: Iterable[tuple[InputOf, fx.Node]]) 
             "work on a copy; of layers with running statistics take one without (GroupNorm, "
             "or BatchNorm with track_running_stats=False)",
         )
+
+
+def refuse_sparse(module: nn.Module, graph: fx.Graph) -> None:
+    """Raise InputError for an operator whose gradient is a sparse tensor in eager PyTorch; a
+    traced one would be dense, and an optimizer for sparse gradients does something else then."""
+    for node in graph.nodes:
+        for position, argument in enumerate(getattr(node.target, "_schema", _NO_SCHEMA).arguments):
+            given = node.args[position] if position < len(node.args) else None
+            if argument.name == "sparse" and (given or node.kwargs.get("sparse")):
+                raise cannot_trace(
+                    module,
+                    "an embedding has sparse=True, and gradients of a traced step are dense",
+                    lines_of(node),
+                    "set sparse=False, and take an optimizer for dense gradients",
+                )
 
 
 def refuse_collectives(module: nn.Module, graph: fx.Graph) -> None:

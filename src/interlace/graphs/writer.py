@@ -38,13 +38,20 @@ class GraphWriter:
         self, name: str, binding: Binding, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> fx.Node:
         """A new input, in front of everything that computes."""
-        first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
-        with self._before(first):
-            node = self.graph.placeholder(name)
         with self._like.fake_mode:  # type: ignore[attr-defined]
             value = torch.empty(
                 tuple(shape), dtype=dtype or self._like.dtype, device=self._like.device
             )
+        return self._input(name, binding, value)
+
+    def placeholder_like(self, other: fx.Node, binding: Binding) -> fx.Node:
+        """A new input of the name, shape, type and strides of one of another graph."""
+        return self._input(other.name, binding, other.meta["val"])
+
+    def _input(self, name: str, binding: Binding, value: torch.Tensor) -> fx.Node:
+        first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        with self._before(first):
+            node = self.graph.placeholder(name)
         node.meta["val"] = value
         self.bindings[node.name] = binding
         return node

@@ -94,9 +94,12 @@ class LinkFit:
     ns_per_byte: float
     largest_error: float = 0.0
     """Worst relative distance of a measured size from the line."""
+    copy_ns_per_byte: float = 0.0
+    """What a byte took to be copied within memory at the time, which no link can beat; 0 where
+    that was not measured."""
 
     def __post_init__(self) -> None:
-        _not_negative(self, "latency_ns", "ns_per_byte", "largest_error")
+        _not_negative(self, "latency_ns", "ns_per_byte", "largest_error", "copy_ns_per_byte")
 
     def ns(self, full_bytes: int) -> int:
         """Estimated time for a full tensor of `full_bytes`."""

@@ -5,6 +5,8 @@ file and the place in it.
 """
 
 import json
+import os
+import secrets
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -55,7 +57,7 @@ def loads(text: str, type_: type[T], where: str) -> T:
     """A dataclass from JSON. Raises InputError that names `where` and the place in it."""
     try:
         data: Any = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers and nests beyond Python's limits
         raise InputError(f"{where} is not valid JSON: {error}") from error
     from cattrs import transform_error  # noqa: PLC0415
     from cattrs.v import format_exception  # noqa: PLC0415
@@ -75,10 +77,27 @@ def loads(text: str, type_: type[T], where: str) -> T:
 
 def save(value: object, path: Path) -> None:
     """Write a dataclass as JSON; the file appears whole or not at all."""
+    write_whole(path, dumps(value).encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, and its folder, so that it appears whole or not at all.
+
+    Any number of processes may write the same file at a time: each has a temporary file of its
+    own beside it, and the last one to rename wins. The content is on the disk before its name
+    is. Raises OSError, and leaves no temporary file then.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(dumps(value), encoding="utf-8")
-    temporary.replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.part")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def load(path: Path, type_: type[T]) -> T:

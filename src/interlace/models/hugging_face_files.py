@@ -1,5 +1,6 @@
 """The tensors of a checkpoint folder: one safetensors file, or several with an index."""
 
+import hashlib
 import json
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from interlace.errors import InputError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 Region = tuple[slice, ...]
+
+_HEAD_BYTES, _SAMPLES, _SAMPLE_BYTES = 1 << 20, 64, 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,27 @@ def open_tensors(folder: Path, prefix: str, stack: ExitStack) -> dict[str, Store
     if any(key.startswith(prefix) for key in found):
         return found
     return {key if key.startswith("lm_head.") else prefix + key: v for key, v in found.items()}
+
+
+def folder_digest(folder: Path) -> str:
+    """A hash by which two hosts can tell whether they see the same checkpoint: JSON files whole, of
+    each safetensors file the size, the first MiB and 64 samples of 4 KiB. Empty without files."""
+    if not folder.is_dir():
+        return ""
+    found = hashlib.sha256()
+    files = sorted(file for kind in ("*.json", "*.safetensors") for file in folder.glob(kind))
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            if path.suffix == ".json":
+                found.update(file.read())
+                continue
+            found.update(file.read(_HEAD_BYTES))
+            for sample in range(_SAMPLES):
+                file.seek(size * sample // _SAMPLES)
+                found.update(file.read(_SAMPLE_BYTES))
+    return found.hexdigest() if files else ""
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -61,23 +61,21 @@ def build(folder: str, *, vocab_size: int, sequence_length: int) -> nn.Module:
         ) from error
 
 
-def flops_per_token(model: nn.Module, sequence_length: int) -> int | None:
-    """FLOPs of forward and backward per token, by the rule of `metrics.model_flops_per_token`,
-    from the model's own parameters. None for experts, of which a token meets only some."""
-    config: Any = model.config
-    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if (getattr(config, name, None) or 1) > 1:
-            return None
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    tables = {m._parameters["weight"] for m in model.modules() if isinstance(m, nn.Embedding)}
-    if head is not None:
-        tables.discard(head._parameters["weight"])  # a tied head is a matmul
-    parameters = sum(p.numel() for p in model.parameters() if p.dim() > 1 and p not in tables)
-    head_size = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    width = config.num_attention_heads * head_size
-    return 6 * parameters + 12 * config.num_hidden_layers * width * sequence_length
+def expert_counts(folder: str) -> str:
+    """Experts as config.json in `folder` names them, as in `num_local_experts = 8`; empty for a
+    model without any. Raises InputError without config.json."""
+    return ", ".join(_experts(_config(Path(folder)).to_dict()))
+
+
+def _experts(values: dict[Any, Any]) -> list[str]:
+    """Also those of tables within the table."""
+    found = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found += _experts(value)
+        elif "expert" in str(name) and type(value) is int and value > 1:
+            found.append(f"{name} = {value}")
+    return found
 
 
 def published_sizes(folder: str) -> tuple[str, int, int]:

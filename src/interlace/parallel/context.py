@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import InputError, nearest
 from interlace.models.attention import CausalAttention
+from interlace.parallel.own_buffers import mark_own
 from interlace.parallel.ring import RingAttention
 from interlace.parallel.ulysses import UlyssesAttention
 
@@ -71,10 +72,11 @@ def apply_context_parallel(
         owner = model.get_submodule(parent)
         module = getattr(owner, child)
         if role == "attention":
-            setattr(owner, child, _attention(name, module, mesh, method))
+            setattr(owner, child, mark_own(_attention(name, module, mesh, method), mesh))
         elif id(module) not in done:
             done.add(id(module))
-            setattr(owner, child, _cut(name, module, positions, sequence_length))
+            cut = _cut(name, module, positions, sequence_length)
+            setattr(owner, child, mark_own(cut, mesh))
 
 
 def _modules(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:

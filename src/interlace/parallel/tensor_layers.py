@@ -17,6 +17,8 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from interlace.parallel.own_buffers import copy_marks, mark_own
+
 SEQUENCE_DIM = 0
 
 
@@ -76,6 +78,8 @@ class SequencePositions(nn.Module):
         part = index_S.chunk(mesh.size())[mesh.get_local_rank()]
         self.register_buffer("index", part.clone(), persistent=False)
         self.weight = _distribute(weight, mesh, Replicate())
+        copy_marks(positions, self)
+        mark_own(self, mesh)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
         """[S / ranks, B, D] -> [S / ranks, B, D]."""

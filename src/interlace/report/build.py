@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from interlace import run_files
 from interlace.errors import InputError
 from interlace.ir import store
 from interlace.ir.costs import CostTable
@@ -10,7 +11,7 @@ from interlace.ir.timeline import Timeline
 from interlace.report import chrome, findings, html
 from interlace.report.files import write_whole
 from interlace.report.heatmap import oef_png
-from interlace.report.load import COST_FILE, RunRecord, is_cost_folder, load_run
+from interlace.report.load import RunRecord, is_cost_folder, load_run
 from interlace.report.plots import timeline_png
 from interlace.report.tables import MODE_NAMES
 from interlace.report.theme import LIGHT, Theme
@@ -27,15 +28,15 @@ def build_report(source: Path, output: Path | None = None) -> list[Path]:
     """
     if output is not None and output.is_dir():
         raise InputError(
-            f"{output} is a folder", hint=f"name a file, such as {output / 'report.html'}"
+            f"{output} is a folder", hint=f"name a file, such as {output / run_files.REPORT}"
         )
     if source.is_file() or is_cost_folder(source):
-        return _cost_report(source if source.is_file() else source / COST_FILE, output)
+        return _cost_report(source if source.is_file() else source / run_files.COSTS, output)
     record = load_run(source)
-    page = output or source / "report.html"
+    page = output or source / run_files.REPORT
     prefix = f"{output.stem}-" if output else ""
-    picture = page.with_name(prefix + "timeline.png")
-    trace = page.with_name(prefix + "trace.json.gz")
+    picture = page.with_name(prefix + run_files.PICTURE)
+    trace = page.with_name(prefix + run_files.TRACE)
     drawn: dict[Theme, bytes] = {}
 
     def draw(theme: Theme) -> bytes:
@@ -51,7 +52,7 @@ def build_report(source: Path, output: Path | None = None) -> list[Path]:
         write_whole(trace, chrome.trace_gz(record.timelines))
         written += [picture, trace]
     if record.costs and record.costs.pairs:
-        heat_map = page.with_name(prefix + "oef.png")
+        heat_map = page.with_name(prefix + run_files.HEAT_MAP)
         write_whole(heat_map, oef_png(record.costs))
         written.append(heat_map)
     return written

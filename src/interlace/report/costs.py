@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from interlace.ir.costs import CostTable, PairCost
 from interlace.ir.graph import COMPUTE_LANE
+from interlace.ir.noise import noise_of, relative_spread
 from interlace.report.tables import aligned, milliseconds, number
 
 FIT_HEADER = ("collective", "lane", "latency us", "MB/s", "1 MiB in ms", "largest error")
@@ -80,14 +81,21 @@ def headline(table: CostTable) -> str:
     compute = len(table.operators) - collectives
     start = number(table.issue_ns / 1e3)
     return (
-        f"{compute} operators and {collectives} collectives alone; starting a collective takes "
+        f"{compute} operators and {collectives} collectives alone, spread "
+        f"{100 * relative_spread(table.operators.values()):.0f} %; starting a collective takes "
         f"{start} us"
     )
 
 
+def warning(table: CostTable) -> str:
+    """That times are noisy and why, as a line; empty if nothing looks wrong."""
+    reasons = noise_of(table)
+    return f"warning: noisy times: {'; '.join(reasons)}" if reasons else ""
+
+
 def cost_summary(table: CostTable) -> str:
     """The table for a terminal."""
-    parts = [headline(table)]
+    parts = [headline(table), *filter(None, [warning(table)])]
     if table.pairs:
         header, rows = oef_rows(table, factors=False)
         parts += ["overlap effectiveness (1: the shorter one is free)", _text(header, rows)]

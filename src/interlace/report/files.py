@@ -3,15 +3,13 @@
 from pathlib import Path
 
 from interlace.errors import RunError
+from interlace.ir import store
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write `content` to `path`, making its folder. Raises RunError when the disk refuses."""
-    temporary = path.with_name(path.name + ".part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        store.write_whole(path, content)
     except OSError as error:
         raise RunError(
             f"cannot write {path}: {error.strerror or error}",

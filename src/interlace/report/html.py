@@ -89,6 +89,8 @@ def _costs(table: CostTable) -> dict[str, Any]:
     """The tables of a cost file, and its heat map if anything was measured together."""
     pairs = [cost_tables.oef_rows(table, factors=factors) for factors in (False, True)]
     return {
+        "headline": cost_tables.headline(table),
+        "warning": cost_tables.warning(table),
         "heat_map": _themed(lambda theme: oef_png(table, theme=theme), "png")
         if table.pairs
         else None,

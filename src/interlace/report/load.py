@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from interlace import run_files
 from interlace.errors import InputError
 from interlace.ir import store
 from interlace.ir.costs import CostTable
@@ -16,8 +17,6 @@ from interlace.ir.timeline import Timeline
 from interlace.report.tables import ordered_modes
 from interlace.train.metrics import read_metrics
 
-COST_FILE = "cost.json"
-_MARKERS = ("run.toml", "metrics.jsonl", "comparison.json")
 _DAMAGED = "the file was changed or damaged after the run; repeat the run, or remove the file"
 
 
@@ -51,8 +50,8 @@ class RunRecord:
 
 def is_cost_folder(directory: Path) -> bool:
     """Whether a folder holds a cost file and no run."""
-    is_run = any((directory / name).is_file() for name in _MARKERS)
-    return (directory / COST_FILE).is_file() and not is_run
+    is_run = any((directory / name).is_file() for name in run_files.MARKERS)
+    return (directory / run_files.COSTS).is_file() and not is_run
 
 
 def load_run(directory: Path) -> RunRecord:
@@ -61,26 +60,27 @@ def load_run(directory: Path) -> RunRecord:
         raise InputError(
             f"there is no folder {directory}", hint="give the output.directory of a run"
         )
-    if not any((directory / name).is_file() for name in _MARKERS):
+    if not any((directory / name).is_file() for name in run_files.MARKERS):
+        markers = ", ".join(run_files.MARKERS)
         raise InputError(
-            f"{directory} is not the folder of a run: it has none of {', '.join(_MARKERS)}",
+            f"{directory} is not the folder of a run: it has none of {markers}",
             hint="give the output.directory of a run of `interlace train`",
         )
-    metrics = directory / "metrics.jsonl"
+    metrics = directory / run_files.METRICS
     events = read_metrics(metrics) if metrics.exists() else []
     for event in events:
         _check_numbers(event, metrics)
-    comparison = directory / "comparison.json"
-    costs = directory / COST_FILE
+    comparison = directory / run_files.COMPARISON
+    costs = directory / run_files.COSTS
     return RunRecord(
         directory=directory,
-        config=_toml(directory / "run.toml"),
-        environment=_json(directory / "environment.json"),
+        config=_toml(directory / run_files.RUN),
+        environment=_json(directory / run_files.ENVIRONMENT),
         events=events,
         comparison=_checked_comparison(comparison) if comparison.exists() else None,
-        plan=_text(directory / "plan.txt"),
+        plan=_text(directory / run_files.PLAN),
         costs=store.load(costs, CostTable) if costs.exists() else None,
-        timelines=_timelines(directory / "timelines"),
+        timelines=_timelines(directory / run_files.TIMELINES),
     )
 
 

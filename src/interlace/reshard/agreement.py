@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,15 @@ from interlace.reshard.inputs import (
     sources_claim,
 )
 from interlace.reshard.layouts import MeshRanks, layout_text
-from interlace.reshard.meeting import Meeting, Roll, agreed, check_equal, open_meeting
+from interlace.reshard.meeting import Meeting, agreed, check_equal, open_meeting
 from interlace.reshard.planning.plan import Plan
 from interlace.reshard.planning.planner import make_plan
 from interlace.reshard.planning.topology import Topology
 from interlace.reshard.program import Program, make_program
+from interlace.reshard.roll import Roll
 from interlace.reshard.settings import Settings
-from interlace.reshard.wire import TAGS, Wire
+from interlace.reshard.wire import Wire
+from interlace.reshard.world import World, default_store
 from interlace.runtime.identity import ProcessIdentity
 
 _SHOWN_CHARACTERS = 300
@@ -46,6 +48,8 @@ Claim = dict[str, object]
 class Agreement:
     """What the ranks of a plan agreed on, and this rank's part of it."""
 
+    number: int
+    """Of the plan, alike on all its ranks and of no other plan of the world."""
     items: Sequence[Item]
     plan: Plan
     program: Program
@@ -57,6 +61,17 @@ class Agreement:
     roll: Roll
     watch_store: dist.Store
     """With `watch` on a connection for heartbeats alone: the main thread may block in its own."""
+    world: World
+
+    def turns(self) -> dict[int, int]:
+        """How many transfers this rank has begun with each rank of this one, which is counted.
+
+        Empty with gloo, where tags tell the messages of two plans apart.
+        """
+        if self.device.type == "cpu":
+            return {}
+        peers = {operation.peer for operation in self.program.operations}
+        return self.world.next_turns(self.wire.group, peers)
 
 
 def agree_on_moves(specs: Mapping[str, Move], settings: Settings) -> Agreement:
@@ -72,11 +87,12 @@ def agree_on_moves(specs: Mapping[str, Move], settings: Settings) -> Agreement:
             for name, move in specs.items()
         )
         _check_group(items, settings)
-        return _introduction() | _shown("; ".join(map(str, items)))
+        return _introduction(meeting, settings) | _shown("; ".join(map(str, items)))
 
     meeting = _meet([rank for mesh in meshes for rank in MeshRanks.of(mesh).ranks], settings)
     with meeting.last_words():
         claims = agreed(meeting, "specs", described)
+        _check_names(claims)
         check_equal(claims, "description")
         return _agree(meeting, items, claims, settings)
 
@@ -104,7 +120,12 @@ def agree_on_tensors(
 
     meeting = _meet(ranks, settings)
     with meeting.last_words():
-        claims = agreed(meeting, "tensors", lambda: _introduction() | _held(tensors, src_mesh))
+        claims = agreed(
+            meeting,
+            "tensors",
+            lambda: _introduction(meeting, settings) | _held(tensors, src_mesh),
+        )
+        _check_names(claims)
         check_equal(agreed(meeting, "destinations", placed), "destination")
         return _agree(meeting, items, claims, settings)
 
@@ -117,21 +138,23 @@ def _meet(ranks: Sequence[int], settings: Settings) -> Meeting:
             f"rank {rank} is in neither mesh",
             hint="call this on the ranks of the two meshes only, or give src_mesh on no rank",
         )
-    return open_meeting(_store(), rank, all_ranks, settings.timeout_s)
+    return open_meeting(default_store(), rank, all_ranks, settings.timeout_s)
 
 
 def _agree(
     meeting: Meeting,
     items: Sequence[Item],
-    claims: Mapping[int, Mapping[str, str]],
+    claims: Mapping[int, Mapping[str, Any]],
     settings: Settings,
 ) -> Agreement:
     """Plans, and proves that all ranks have the same plan."""
-    tag = 1 + int(digest(meeting.session)[:8], 16) % TAGS
-    wire = Wire(group=_group(settings), tag=tag)
+    number = claims[min(claims)]["number"]
+    title = f"plan {number}" + (f" ({settings.name})" if settings.name else "")
+    wire = Wire(group=_group(settings), plan=number)
     device = _device(items[0].source.mesh.device_type)
     host_of = {rank: claim["host"] for rank, claim in claims.items()}
     topology = _topology(meeting, host_of, wire, device, settings)
+    roll = Roll(meeting.store, meeting.rank, title)
     made: list[tuple[Plan, Program]] = []
 
     def planned() -> Claim:
@@ -149,11 +172,11 @@ def _agree(
 
     check_equal(agreed(meeting, "plan", planned), "plan")
     ((plan, program),) = made
-    people = {
-        rank: ProcessIdentity.from_json(claim["who"]).seen_from_here()
-        for rank, claim in claims.items()
-    }
+    people = {rank: ProcessIdentity.from_json(claim["who"]) for rank, claim in claims.items()}
+    world = World.current()
+    world.add_plan(number, roll)
     return Agreement(
+        number=number,
         items=items,
         plan=plan,
         program=program,
@@ -161,10 +184,12 @@ def _agree(
         people=people,
         device=device,
         wire=wire,
-        roll=Roll(meeting.store, meeting.rank),
+        roll=roll,
         watch_store=dist.PrefixStore(
-            f"{meeting.session}/watch", _watch_connection() if settings.watch else _store()
+            f"{meeting.session}/watch",
+            world.watch_connection() if settings.watch else default_store(),
         ),
+        world=world,
     )
 
 
@@ -186,9 +211,20 @@ def _topology(
     )
 
 
-def _introduction() -> Claim:
+def _introduction(meeting: Meeting, settings: Settings) -> Claim:
     who = ProcessIdentity.of_this_process(dist.get_rank()).to_json()
-    return {"who": who, "host": host_name()}
+    return {"who": who, "host": host_name(), "number": meeting.number, "name": settings.name}
+
+
+def _check_names(claims: Mapping[int, Mapping[str, Any]]) -> None:
+    first = min(claims)
+    for rank, claim in claims.items():
+        if claim["name"] != claims[first]["name"]:
+            raise InputError(
+                f"rank {rank} makes plan {claim['name']!r} where rank {first} makes plan "
+                f"{claims[first]['name']!r}",
+                hint="make plans in the same order on all ranks",
+            )
 
 
 def _shown(text: str) -> Claim:
@@ -246,25 +282,3 @@ def _group(settings: Settings) -> dist.ProcessGroup:
     group = settings.group or dist.group.WORLD
     assert group is not None
     return group
-
-
-_WATCH_CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
-"""Of each world one, for as long as it exists. A new connection to the store asks a name server
-on both ends: a burst of them, one per transfer, stood still for 5 s at a time."""
-
-
-def _watch_connection() -> dist.Store:
-    """A connection of its own to the store of the default group."""
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _WATCH_CONNECTIONS:
-        clone = getattr(_store(), "clone")  # noqa: B009 - the type stub lacks it
-        _WATCH_CONNECTIONS[world] = clone()
-    return _WATCH_CONNECTIONS[world]
-
-
-def _store() -> dist.Store:
-    """The store of the default group: it reaches every rank, also those of no common group."""
-    world = dist.group.WORLD
-    assert world is not None
-    return world.get_group_store()

@@ -1,16 +1,19 @@
 """`reshard` moves one tensor to another mesh; `ReshardPlan` many, as often as you like."""
 
+import weakref
 from collections.abc import Mapping
 from typing import Self
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from interlace.errors import InputError, InterlaceError
+from interlace.errors import InputError, PeerError, RunError
 from interlace.reshard.agreement import Agreement, agree_on_moves, agree_on_tensors
-from interlace.reshard.handle import Handle, Peers, end_watch
+from interlace.reshard.handle import Handle, ending_on_error
 from interlace.reshard.inputs import Move, Placements, PlacementsOf, check_planned
+from interlace.reshard.peers import Peers
 from interlace.reshard.planning.plan import Plan
+from interlace.reshard.roll import fresh
 from interlace.reshard.settings import Settings
 from interlace.reshard.watch import TransferWatch
 
@@ -70,8 +73,7 @@ class ReshardPlan:
     def _set(self, agreement: Agreement, settings: Settings) -> None:
         self._agreement = agreement
         self._settings = settings
-        self._started = 0
-        self._under_way = False
+        self._handle: weakref.ref[Handle] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -87,50 +89,70 @@ class ReshardPlan:
         """Tasks, senders, order, bytes per link, predicted time and lower bound, as text."""
         return self.plan.describe()
 
-    def start(self, tensors: Mapping[str, DTensor | None] | None = None) -> Handle:
+    def start(
+        self, tensors: Mapping[str, DTensor | None] | None = None, *, step: int | None = None
+    ) -> Handle:
         """Begins to move the tensors of the source mesh; None on ranks outside of it.
 
         Does not wait for other ranks, but where a partial source is reduced. One transfer of a
-        plan at a time. Raises InputError for tensors other than planned.
+        plan at a time. Raises InputError for tensors other than planned; the plan is closed then
+        on this rank, and ranks that begin this transfer get a PeerError that names it.
+
+        `step`: any number that ranks must have in common in this transfer, if given. Transfers
+        are matched by their count; a rank that left one out is found out by it alone.
         """
-        self._started += 1
-        number, settings, agreed = self._started, self._settings, self._agreement
+        settings, agreed = self._settings, self._agreement
+        roll = agreed.roll
+        self._check_open()
         try:
+            roll.check_idle()
             sources = self._sources(tensors or {})
-        except InterlaceError as error:
-            agreed.roll.begin(number, error.message)
+        except BaseException as error:
+            roll.refuse(error)
             raise
-        watch = None
+        number, watch = roll.number + 1, None
         if settings.watch:
             watch = TransferWatch(agreed.watch_store, agreed.people, agreed.rank, number)
-            watch.__enter__()
-        self._under_way = True
-        try:
-            agreed.roll.begin(number)
-            return Handle(
+        peers = Peers(roll, number, world=agreed.world, watch=watch, timeout_s=settings.timeout_s)
+        if watch is not None:
+            try:
+                watch.__enter__()
+            except PeerError as error:
+                roll.fail(number, error, tell=False)
+                raise
+        with ending_on_error(peers):
+            roll.begin(step=step, turns=agreed.turns())
+            handle = Handle(
                 agreed.items,
                 agreed.program,
                 sources,
                 wire=agreed.wire,
-                peers=Peers(agreed.roll, number, watch, settings.timeout_s),
+                peers=peers,
                 device=agreed.device,
                 memory_bytes=settings.memory_bytes,
                 outstanding=settings.outstanding,
-                on_end=self._landed,
+                world=agreed.world,
+                plan=agreed.number,
             )
-        except BaseException as error:
-            end_watch(watch, error)
-            raise
+        self._handle = weakref.ref(handle)
+        return handle
 
-    def _landed(self) -> None:
-        self._under_way = False
+    def _check_open(self) -> None:
+        """Raises, if this rank refused or failed in a transfer, the reason.
+
+        A transfer that it never waited for and now never will is given up: others wait for it.
+        """
+        roll = self._agreement.roll
+        if roll.closed is None:
+            return
+        handle = None if self._handle is None else self._handle()
+        if roll.under_way and handle is not None:
+            what = roll.transfer(roll.number)
+            handle.abandon(RunError(f"start was called again and again before wait for {what}"))
+        raise fresh(roll.closed)
 
     def _sources(self, tensors: Mapping[str, DTensor | None]) -> list[DTensor | None]:
         """The tensors in the order of the plan, as planned."""
-        if self._under_way:
-            raise InputError(
-                "the transfer before is still under way", hint="call wait on its handle first"
-            )
         unknown = tensors.keys() - set(self.names)
         if unknown:
             raise InputError(

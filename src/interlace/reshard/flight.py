@@ -75,6 +75,11 @@ class Flight:
         """Whether every operation has finished."""
         return self._next == len(self._program.operations) and not self._pending
 
+    @property
+    def under_way(self) -> list[object]:
+        """The messages that have not finished, and their memory."""
+        return list(self._pending.values())
+
     def issue(self) -> None:
         """Issues operations until the next would have to wait for an earlier one."""
         while self._next < len(self._program.operations):

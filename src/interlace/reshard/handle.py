@@ -1,7 +1,8 @@
 """A transfer under way."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -9,84 +10,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from interlace.errors import PeerError
+from interlace.errors import InterlaceError, RunError
 from interlace.reshard.flight import Flight
 from interlace.reshard.inputs import Item
 from interlace.reshard.layouts import reduce_partial
-from interlace.reshard.meeting import Pauses, Roll
 from interlace.reshard.messages import Shards
+from interlace.reshard.peers import Peers
 from interlace.reshard.planning.layout import Box
 from interlace.reshard.program import Program
-from interlace.reshard.watch import TransferWatch
+from interlace.reshard.roll import fresh
 from interlace.reshard.wire import Buffers, Wire
-
-_BEGIN_HINT = "call start on every rank of both meshes, as often and in the same order"
-
-
-class Peers:
-    """Waits for other ranks in one transfer, never without a bound or a watchdog."""
-
-    def __init__(
-        self, roll: Roll, number: int, watch: TransferWatch | None, timeout_s: float
-    ) -> None:
-        self.watch = watch
-        self._roll = roll
-        self._number = number
-        self._timeout_s = timeout_s
-        self._begun: set[int] = set()
-
-    def wait_for(self, work: dist.Work, peer: int) -> None:
-        """Blocks until a message is done.
-
-        Raises PeerError if the peer does not begin in time, dies, or breaks the connection.
-        """
-        with self.awaited([peer]):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self.explained(error, peer) from error
-
-    def explained(self, error: RuntimeError, peer: int) -> PeerError:
-        """Who is at fault when a message with `peer` broke; what gloo raises may blame others."""
-        known = None
-        if self.watch is not None:
-            self.watch.waits_for([peer])
-            known = self.watch.explain(error)
-        return known or PeerError(
-            f"the transfer with rank {peer} broke: {str(error)[:300]}",
-            ranks=[peer],
-            hint="see the end of its output",
-        )
-
-    @contextlib.contextmanager
-    def awaited(self, peers: Sequence[int]) -> Iterator[None]:
-        """Around whatever blocks until these ranks do their part; first waits for their start."""
-        if self.watch is not None:
-            self.watch.waits_for(peers)
-        for peer in peers:
-            if peer not in self._begun:
-                self._await_start(peer)
-        yield
-        if self.watch is not None:
-            self.watch.waits_for(())
-
-    def _await_start(self, peer: int) -> None:
-        sleeps = Pauses(self._timeout_s)
-        while not self._roll.begun(peer, self._number):
-            if self.watch is not None:
-                self.watch.raise_verdict()
-            if not sleeps.next():
-                raise PeerError(
-                    f"rank {peer} has not begun the transfer within {self._timeout_s:g} s",
-                    ranks=[peer],
-                    hint=_BEGIN_HINT,
-                )
-        self._begun.add(peer)
+from interlace.reshard.world import World
 
 
 class Handle:
     """A transfer that `ReshardPlan.start` began. `wait` must be called; source tensors must not
-    be changed before it returns.
+    be changed before it returns. A handle that is dropped before ends the transfer on all ranks
+    with an error that names this one, and closes the plan.
 
     gloo moves what was issued while this thread computes, but cannot be asked whether a message
     has arrived, so the next are issued in `progress` and `wait`. With NCCL all are issued at once.
@@ -103,11 +43,14 @@ class Handle:
         device: torch.device,
         memory_bytes: int,
         outstanding: int,
-        on_end: Callable[[], None],
+        world: World,
+        plan: int,
     ) -> None:
         self._items = items
         self._peers = peers
-        self._on_end = on_end
+        self._world = world
+        self._plan = plan
+        self._failure: InterlaceError | None = None
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         pools = 1 if self._stream is not None else 2
@@ -133,11 +76,14 @@ class Handle:
         self._partners = sorted({operation.peer for operation in program.operations})
         if self._stream is not None and peers.watch is not None:
             peers.watch.waits_for(self._partners)  # NCCL connects two ranks when they first meet
-        with self._on_stream():
+        with self._keeping_messages(), self._on_stream():
             self._flight.issue()
             self._flight.copy_locally()
             while self._stream is not None and not self._flight.done:
                 self._flight.step()
+        world.add_transfer(plan, self)
+        self._dropped = weakref.finalize(self, _drop, peers, world, self._flight)
+        setattr(self._dropped, "atexit", False)  # noqa: B010 - the type stub lacks it
 
     @property
     def buffer_bytes(self) -> int:
@@ -149,35 +95,84 @@ class Handle:
 
         Returns whether no message is left, so that `wait` would not block. Raises as `wait`.
         """
-        if self._result is None and not self._flight.done:
-            with self._ending_on_error(), self._on_stream():
-                self._flight.step()
-        return self._result is not None or self._flight.done
+        for handle in (*self._transfers_before(), self):
+            if handle._result is None and not handle._flight.done:
+                handle._step()
+                break
+        self._check()
+        return all(handle._flight.done for handle in (*self._transfers_before(), self))
 
     def wait(self) -> dict[str, DTensor | None]:
         """The tensors on their destination mesh, by name; None outside of it.
 
-        Raises PeerError if another rank died, stalled or did not begin; the source tensors are
-        untouched then, but the process group is of no more use.
+        Raises PeerError if another rank died, stalled, did not begin, or refused to; the source
+        tensors are untouched then and nothing is delivered, but the process group is of no more
+        use. Called again, returns or raises the same.
+
+        With gloo, transfers of plans that were made before are finished first: if one rank waited
+        for the one and another for the other, each would wait for what the other has to forward.
         """
+        self._check()
         if self._result is None:
             with self._ending_on_error():
-                with self._on_stream():
-                    while not self._flight.done:
-                        self._flight.step()
-                self._end()
-            self._result = self._wrap()
+                for handle in self._transfers_before():
+                    handle._finish(ahead_of_turn=True)
+            self._finish()
+        self._check()
+        assert self._result is not None
         return self._result
+
+    def abandon(self, error: RunError) -> None:
+        """Ends the transfer with an error: here on `wait`, and on all other ranks."""
+        if self._dropped.detach() is not None:
+            self._failure = error
+            self._world.remove_transfer(self._plan)
+            self._world.keep(self._flight.under_way)
+            _give_up(self._peers, error)
+
+    def _transfers_before(self) -> list["Handle"]:
+        if self._stream is not None or self._result is not None:
+            return []
+        before = self._world.transfers_before(self._plan)
+        return [handle for handle in before if handle._stream is None]  # else all are issued
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise fresh(self._failure)
+
+    def _step(self) -> None:
+        self._check()
+        with self._ending_on_error(), self._on_stream():
+            self._flight.step()
+
+    def _finish(self, *, ahead_of_turn: bool = False) -> None:
+        """Waits for all messages, and ends the transfer.
+
+        The process that hosts the store ends it in its turn only: it stays until all others have.
+        """
+        self._check()
+        if self._result is not None:
+            return
+        while not self._flight.done:
+            self._step()
+        watch = self._peers.watch
+        if ahead_of_turn and watch is not None and watch.hosts_store:
+            return
+        with self._ending_on_error():
+            self._end()
+            self._result = self._wrap()
 
     def _end(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            if self._peers.watch is not None:  # it may leave only when all has arrived
-                with self._peers.awaited(self._partners):
+            with self._peers.awaited(self._partners):  # what arrived is of this transfer
+                if self._peers.watch is not None:  # it may leave only when all has arrived
                     self._stream.synchronize()
         if self._peers.watch is not None:
             self._peers.watch.stop()
-        self._on_end()
+        self._dropped.detach()
+        self._world.remove_transfer(self._plan)
+        self._peers.roll.end()
 
     def _wrap(self) -> dict[str, DTensor | None]:
         result: dict[str, DTensor | None] = {}
@@ -205,18 +200,67 @@ class Handle:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @contextlib.contextmanager
-    def _ending_on_error(self) -> Iterator[None]:
+    def _keeping_messages(self) -> Iterator[None]:
         try:
             yield
+        except BaseException:
+            self._world.keep(self._flight.under_way)
+            raise
+
+    @contextlib.contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        try:
+            with ending_on_error(self._peers), self._keeping_messages():
+                yield
         except BaseException as error:
-            end_watch(self._peers.watch, error)
+            self._dropped.detach()
+            self._world.remove_transfer(self._plan)
+            self._failure = _lasting(error, self._peers)
+            self._world.failure = self._failure.message
             raise
 
 
-def end_watch(watch: TransferWatch | None, error: BaseException) -> None:
-    """Tells the other ranks that this one failed; raises PeerError if another is at fault."""
-    if watch is not None:
-        watch.__exit__(type(error), error, error.__traceback__)
+@contextlib.contextmanager
+def ending_on_error(peers: Peers) -> Iterator[None]:
+    """Tells the other ranks that this one failed, and closes the plan.
+
+    Raises PeerError instead if another is at fault.
+    """
+    watch = peers.watch
+    try:
+        try:
+            yield
+        except BaseException as error:
+            if watch is not None:
+                watch.__exit__(type(error), error, error.__traceback__)
+            raise
+    except BaseException as error:
+        peers.roll.fail(peers.number, error, tell=watch is None)
+        raise
+
+
+def _lasting(error: BaseException, peers: Peers) -> InterlaceError:
+    """What `wait` raises from now on."""
+    if isinstance(error, InterlaceError):
+        return fresh(error)
+    what = peers.roll.transfer(peers.number)
+    return RunError(f"{what} failed before: {type(error).__name__}: {error}"[:1000])
+
+
+def _drop(peers: Peers, world: World, flight: Flight) -> None:
+    """What becomes of a transfer whose handle is gone: nobody can wait for it any more."""
+    world.keep(flight.under_way)
+    message = f"the handle of {peers.roll.transfer(peers.number)} was dropped before wait"
+    if world.failure:
+        message += f", after another transfer failed: {world.failure}"
+    _give_up(peers, RunError(message, hint="keep what start returns, and call wait"))
+
+
+def _give_up(peers: Peers, error: RunError) -> None:
+    """Ends a transfer that this rank will not finish, on the other ranks and for this plan."""
+    if peers.watch is not None:
+        peers.watch.abandon(error)
+    peers.roll.fail(peers.number, error, tell=peers.watch is None)
 
 
 def _order_behind(work: dist.Work, _peer: int) -> None:

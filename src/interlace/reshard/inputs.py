@@ -109,6 +109,8 @@ def held_tensors(
     tensors: Mapping[str, DTensor], src_mesh: DeviceMesh | None, rank: int
 ) -> list[SourceTensor]:
     """What a source rank holds. Raises InputError for tensors that are not on one mesh."""
+    for name, tensor in tensors.items():
+        _check_kind(tensor, name)
     meshes = {MeshRanks.of(tensor.device_mesh) for tensor in tensors.values()}
     if src_mesh is not None:
         meshes.add(MeshRanks.of(src_mesh))
@@ -181,6 +183,7 @@ def check_planned(tensor: DTensor | None, item: Item, rank: int) -> None:
     """Raises InputError unless the tensor is the one that was planned."""
     if tensor is None:
         raise InputError(f"{item.name!r} is missing", hint="give it on every rank of its mesh")
+    _check_kind(tensor, item.name)
     source, mesh = item.source, MeshRanks.of(tensor.device_mesh)
     texts = placement_texts(tensor.placements, mesh, tensor.ndim, item.name)
     given = type(source)(item.name, tuple(tensor.shape), tensor.dtype, mesh, texts)
@@ -190,3 +193,11 @@ def check_planned(tensor: DTensor | None, item: Item, rank: int) -> None:
             f"given {given}{where}, planned {source}", hint="make a new plan for other tensors"
         )
     check_local_shape(tensor, source.held(), rank, item.name)
+
+
+def _check_kind(tensor: object, name: str) -> None:
+    if not isinstance(tensor, DTensor):
+        raise InputError(
+            f"{name!r} is of type {type(tensor).__name__}, not a DTensor",
+            hint="make it one by DTensor.from_local or distribute_tensor",
+        )

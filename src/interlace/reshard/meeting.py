@@ -14,7 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from interlace.errors import InputError, InterlaceError, PeerError
+from interlace.errors import InputError, PeerError
+from interlace.reshard.roll import reason
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _LAST_WORDS_S = 2.0
@@ -35,6 +36,8 @@ class Meeting:
     timeout_s: float
     session: str
     """Names this call, alike on all ranks."""
+    number: int
+    """Of all calls of the world, on the lowest of the ranks; 0 on the others."""
     topics: list[str] = field(default_factory=list)
     """Gathered so far."""
 
@@ -67,7 +70,7 @@ class Meeting:
         to read what was gathered last before an error leaves it."""
         try:
             yield
-        except InterlaceError:
+        except Exception:
             sleeps = Pauses(_LAST_WORDS_S if self.rank == 0 and self.topics else 0.0)
             while sleeps.next() and self.store.check([f"{self.topics[-1]}/all"]):
                 pass
@@ -92,25 +95,27 @@ def open_meeting(store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: 
     people = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
     call = store.add(f"interlace/reshard/{people}/calls/{rank}", 1)
     session = f"interlace/reshard/{people}/{call}"
+    number = store.add("interlace/reshard/calls", 1) if rank == min(ranks) else 0
     return Meeting(
         store=dist.PrefixStore(session, store),
         rank=rank,
         ranks=tuple(ranks),
         timeout_s=timeout_s,
         session=session,
+        number=number,
     )
 
 
 def agreed(
     meeting: Meeting, topic: str, claim: Callable[[], Mapping[str, Any]]
 ) -> dict[int, dict[str, Any]]:
-    """`Meeting.gather` of what `claim` makes. An InterlaceError that it raises on one rank is
-    raised there, and as an InputError that names that rank on all others."""
+    """`Meeting.gather` of what `claim` makes. An error that it raises on one rank is raised
+    there, and as an InputError that names that rank on all others."""
     error = None
     try:
         said = claim()
-    except InterlaceError as raised:
-        error, said = raised, {"error": raised.message}
+    except Exception as raised:
+        error, said = raised, {"error": reason(raised)}
     claims = meeting.gather(topic, said)
     if error is not None:
         raise error
@@ -132,29 +137,6 @@ def check_equal(claims: Mapping[int, Mapping[str, str]], what: str) -> None:
                 f"{claims[first]['shown']}",
                 hint="make the same call with the same settings on all ranks",
             )
-
-
-class Roll:
-    """Who has begun the n-th transfer of a plan."""
-
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store = store
-        self._rank = rank
-
-    def begin(self, number: int, refusal: str = "") -> None:
-        """Says that this rank begins the n-th transfer, or refuses to and why."""
-        self._store.set(f"begun/{self._rank}", json.dumps([number, refusal]))
-
-    def begun(self, peer: int, number: int) -> bool:
-        """Whether the peer has begun the n-th transfer. Raises PeerError if it refused to."""
-        key = f"begun/{peer}"
-        if not self._store.check([key]):
-            return False
-        at, refusal = json.loads(self._store.get(key))
-        if at == number and refusal:
-            message = f"rank {peer} refused to begin the transfer: {refusal}"
-            raise PeerError(message, ranks=[peer], hint="see its output")
-        return at >= number
 
 
 class Pauses:

@@ -35,6 +35,9 @@ class Settings:
     """Messages that a rank may have under way: with too few, all may be to one slow receiver."""
     timeout_s: float = 60.0
     """How long a rank waits for others to make the same call."""
+    name: str = ""
+    """Of the plan. Ranks that make plans of equal tensors in different orders are found out by
+    their names alone."""
     group: dist.ProcessGroup | None = None
     """Has all ranks of both meshes; default: the default group."""
     watch: bool = True

@@ -12,14 +12,16 @@ from typing import Self
 
 import torch.distributed as dist
 
-from interlace.errors import PeerError
+from interlace.errors import InterlaceError, PeerError
 from interlace.reshard.meeting import Pauses
-from interlace.runtime.heartbeat import DIED_HINT, UNDECIDED, Ring, Verdict
+from interlace.runtime.heartbeat import UNDECIDED, Peer, Ring, Verdict
 from interlace.runtime.identity import ProcessIdentity
+from interlace.runtime.silence import Limits
 from interlace.runtime.watchdog import Watchdog
 
 HEARTBEAT_S = 0.5
 DEAD_AFTER_S = 2.5
+LIMITS = Limits(heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_AFTER_S)
 """The host of the store counts as dead 0.5 s later, and ranks end at most 1.5 s after that: 5 s are
 promised."""
 
@@ -45,10 +47,8 @@ class PeerRing(Ring):
         *,
         hosts_store: bool,
     ) -> None:
-        super().__init__(
-            store, people[rank], len(people), heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_AFTER_S
-        )
-        self.store_host = people.get(0) or _unknown_host()
+        super().__init__(store, people[rank], len(people), LIMITS)
+        self.store_host = Peer(people[0], LIMITS) if 0 in people else None
         self.awaited: tuple[int, ...] = ()
         """The ranks that the main thread waits for; set by it."""
         self.broken = False
@@ -57,7 +57,7 @@ class PeerRing(Ring):
         self._number = number
         self._hosts_store = hosts_store
         self._heard: dict[int, str] = {}
-        self._silence_s: dict[int, float] = {}
+        self._peers: dict[int, Peer] = {}
         self._stays_until = 0.0
 
     def join(self) -> None:
@@ -77,7 +77,7 @@ class PeerRing(Ring):
             return None
         held = self.decide(suspicion)
         if held == suspicion and held.rank is not None:
-            self._people[held.rank].kill()  # paused on this host: its end frees who waits for it
+            self._peers[held.rank].view.kill()  # paused on this host: its end frees who waits
         return held
 
     def stop(self) -> bool:
@@ -109,8 +109,10 @@ class PeerRing(Ring):
 
     def pause_s(self) -> float:
         """Time until the next round: a heartbeat, or less if a peer is dead before."""
-        longest_s = max(self._silence_s.values(), default=0.0)
-        return max(0.01, min(HEARTBEAT_S, DEAD_AFTER_S - longest_s))
+        left_s = (
+            self._peers[peer].silence.left_s() for peer in self.awaited if peer in self._peers
+        )
+        return max(0.01, min([HEARTBEAT_S, *left_s]))
 
     def _beat(self, state: str) -> None:
         self._store.set(f"beat/{self._rank}", f"{self._number} {state}")
@@ -124,28 +126,23 @@ class PeerRing(Ring):
 
     def _suspect(self) -> Verdict | None:
         """A suspicion about a peer that the main thread waits for."""
-        now = time.monotonic()
-        # Only time in which this rank looked: after its own pause it accuses nobody.
-        observed_s = min(now - self._last_look, 2 * HEARTBEAT_S)
-        self._last_look = now
+        observed_s = self._observed_s()
         awaited = self.awaited
-        self._silence_s = {peer: self._silence_s.get(peer, 0.0) for peer in awaited}
-        for peer in awaited:
-            key = f"beat/{peer}"
+        self._peers = {
+            rank: self._peers.get(rank) or Peer(self._people[rank], LIMITS) for rank in awaited
+        }
+        for rank, peer in self._peers.items():
+            key = f"beat/{rank}"
             beat = self._store.get(key).decode() if self._store.check([key]) else "0 "
             number, _, state = beat.partition(" ")
             done = int(number) > self._number or (int(number) == self._number and state == _DONE)
-            if (not done or self.broken) and self._people[peer].ended():
-                return Verdict(peer, f"{self._people[peer]} died", DIED_HINT)
-            if done:
+            if done and not self.broken:
                 continue
             between = int(number) < self._number and state in ("", _DONE)
-            alive = between or beat != self._heard.get(peer)
-            self._heard[peer] = beat
-            self._silence_s[peer] = 0.0 if alive else self._silence_s[peer] + observed_s
-            if self._silence_s[peer] >= DEAD_AFTER_S:
-                message = f"{self._people[peer]} is silent for {self._silence_s[peer]:.1f} s"
-                return Verdict(peer, message, "it is paused, swapped out or cut off")
+            alive = done or between or beat != self._heard.get(rank)
+            self._heard[rank] = beat
+            if (suspicion := peer.verdict(observed_s, heard=alive)) is not None:
+                return suspicion
         return None
 
 
@@ -166,16 +163,15 @@ class TransferWatch(Watchdog):
         super().__init__(
             store, rank, len(people), heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_AFTER_S
         )
-        hosts_store = rank == 0 and not self._launcher_hosts_store
-        self._peers = PeerRing(store, people, rank, number, hosts_store=hosts_store)
+        self.hosts_store = rank == 0 and not self._host.is_launcher
+        self._peers = PeerRing(store, people, rank, number, hosts_store=self.hosts_store)
         self._joined = threading.Event()
 
     def __enter__(self) -> Self:
         """Returns after the first beat. Raises PeerError if the store cannot be reached."""
         self._ring = self._peers
-        self._heart = threading.Thread(target=self._beat, name="interlace-heartbeat", daemon=True)
-        self._heart.start()
-        threading.Thread(target=self._guard, name="interlace-dead-man", daemon=True).start()
+        self._begin_guard()
+        self._begin_heart()
         while not self._joined.wait(timeout=_TICK_S):
             if self._verdict is not None:
                 self._main_leaves.set()
@@ -187,21 +183,24 @@ class TransferWatch(Watchdog):
         """Names the ranks that the main thread is about to wait for; () if it waits no more."""
         self._peers.awaited = tuple(peers)
 
+    def abandon(self, error: InterlaceError) -> None:
+        """Ends the transfer on all other ranks by an error of this one, whose process goes on."""
+        message = f"{self._identity} failed: {error.message}"
+        self._main_leaves.set()
+        self._done.set()
+        self._peers.decide(Verdict(self._identity.rank, message, error.hint))
+        self._wake.set()
+
     def explain(self, error: BaseException) -> PeerError | None:
         """As in training; a peer that was done and has died since counts as well."""
         self._peers.broken = True
         return super().explain(error)
 
-    def _watch(self) -> Verdict | None:
-        self._peers.join()
+    def _watch(self, ring: Ring) -> Verdict | None:
         self._joined.set()
-        return super()._watch()
+        return super()._watch(ring)
 
     def raise_verdict(self) -> None:
         """Raises PeerError if the transfer has been given up."""
         if self._verdict is not None:
             raise self._verdict.error()
-
-
-def _unknown_host() -> ProcessIdentity:
-    return ProcessIdentity(rank=0, host="another host", pid=0, kernel="", started="")

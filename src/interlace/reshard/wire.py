@@ -6,19 +6,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TAGS = 1 << 20
+_TAGS = 1 << 30
+"""A half of the tags that gloo has. The lower ones are left to other messages of the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
     """Point-to-point messages of one resharding among the ranks of a group.
 
-    gloo tells messages apart by `tag` (1 to TAGS); NCCL by their order between two ranks, which
-    the plan fixes.
+    gloo tells messages apart by their tag, one for each plan; NCCL by their order between two
+    ranks, which the plan fixes, and the order in which ranks start plans.
     """
 
     group: dist.ProcessGroup
-    tag: int
+    plan: int
+    """The number of the plan, alike on all ranks."""
+
+    @property
+    def tag(self) -> int:
+        """Equal for two plans only if 2^30 were made in between."""
+        return _TAGS + self.plan % _TAGS
 
     def send(self, data: Tensor, peer: int) -> dist.Work:
         """Begins to send contiguous bytes to a global rank."""

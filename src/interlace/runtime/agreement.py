@@ -1,23 +1,33 @@
 """All ranks prove, before the first step, that they are about to run the same thing.
 
 A disagreement that slips through is not noticed by gloo: ranks that differ in dtype, order or
-reduce operation compute garbage in silence.
+reduce operation compute garbage in silence. Ranks that differ in their weights train two models.
+
+Only digests travel. While all is well these are two collectives of 40 bytes and of 32 bytes per
+layout from each rank; which content differs is asked for when one does.
 """
 
 import hashlib
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.errors import PeerError
+from interlace.cost.agreement import collective_device
+from interlace.errors import InterlaceError, PeerError
 
-_DIGEST_BYTES = 32
+SAME_START = "start all ranks with the same files, versions and environment"
 _SHOWN_CHARACTERS = 200
+_MOST_TEXT_BYTES = 512
+_HALF = 16
+_AT_ONCE = 256
+"""Contents whose digests are gathered together in search of one that differs: 12 KiB per rank."""
 _FLAG_PREFIXES = ("TORCH_", "NCCL_", "GLOO_")
 # Different on every host, or without an effect on what is computed.
 _LOCAL_WORDS = (
@@ -26,23 +36,103 @@ _LOCAL_WORDS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """Something that ranks hold alike, by its digest."""
+
+    name: str
+    """As an error says it: `weight 'norm.weight'`."""
+    digest: bytes
+    shown: str = ""
+    """What it is on this rank, in words; empty if only the digest can be shown."""
+    layout: str = ""
+    """How it is dealt out, equal on all ranks. Ranks that hold the same part of one content of a
+    layout hold the same part of all."""
+    part: str = ""
+    """Which part of it this rank holds: it must be equal on all ranks that name the same part."""
+
+
 def check_agreement(fields: Mapping[str, str], *, group: dist.ProcessGroup | None = None) -> None:
     """Compares named texts ("configuration", "plan", "graph") across the ranks of `group`.
 
-    Collective, on the default group if none is given; a world of one agrees with itself. Only
-    sha256 digests travel, 32 bytes per field and rank. Raises PeerError, on all ranks alike,
-    naming the first field that differs and the ranks in the minority.
+    Collective, on the default group if none is given; a world of one agrees with itself. Raises
+    PeerError, on all ranks alike, naming the first field that differs and the ranks in the
+    minority.
     """
-    if not dist.is_initialized():
+    contents = []
+    for name, text in fields.items():
+        shown = text if len(text) <= _SHOWN_CHARACTERS else f"{len(text)} characters"
+        contents.append(Content(name=repr(name), digest=_digest(text), shown=repr(shown)))
+    check_contents(contents, group=group)
+
+
+def check_contents(
+    contents: Sequence[Content],
+    *,
+    group: dist.ProcessGroup | None = None,
+    hint: str = SAME_START,
+) -> None:
+    """Compares contents, each among the ranks that hold the same part of it.
+
+    Collective, as `check_agreement`; every rank gives the same names in the same order. Raises
+    PeerError, on all ranks alike, naming the first content that differs and the ranks in the
+    minority.
+    """
+    if alone(group):
         return
-    names = list(fields)
-    name_digests = _gather([_digest("\n".join(names))], group)
-    _refuse_difference("the compared fields", ", ".join(names), name_digests[0], group)
-    if not names:
+    own = list(contents)
+    listed = _digest("\n".join(f"{each.layout}\0{each.name}" for each in own))
+    lists = _gather([listed + len(own).to_bytes(8)], group)[0]
+    if len(set(lists)) == 1 and (not own or _layouts_agree(own, group)):
         return
-    digests = _gather([_digest(text) for text in fields.values()], group)
-    for name, of_ranks in zip(names, digests, strict=True):
-        _refuse_difference(name, fields[name], of_ranks, group)
+    longest = max(int.from_bytes(each[-8:]) for each in lists)
+    for start in range(0, longest, _AT_ONCE):
+        places = range(start, min(start + _AT_ONCE, longest))
+        for place, of_ranks in zip(
+            places, _gather([_record(own, place) for place in places], group), strict=True
+        ):
+            _refuse_difference(own, place, of_ranks, group, hint)
+    raise AssertionError("ranks hold the same part of one content of a layout and not of another")
+
+
+@contextmanager
+def refused_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Around what each rank does by itself, without collectives: where one of them raises, all do.
+
+    Otherwise the others would wait for it in their next collective. Collective at its end. A rank
+    that raised nothing itself raises PeerError with the message of the first that did.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # raised again below, when the others know
+        own = error
+    said = ""
+    if own is not None:
+        said = own.message if isinstance(own, InterlaceError) else f"{type(own).__name__}: {own}"
+    refusals = [said] if alone(group) else _texts(said, group)
+    if own is not None:
+        raise own
+    for rank, text in enumerate(refusals):
+        if text:
+            at_fault = rank if group is None else dist.get_global_rank(group, rank)
+            raise PeerError(
+                f"rank {at_fault} refused: {text}",
+                ranks=[at_fault],
+                hint="see the output of that rank; ranks must run the same program",
+            )
+
+
+def _texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """All ranks' texts, cut to `_MOST_TEXT_BYTES`, by rank within the group."""
+    record = text.encode()[:_MOST_TEXT_BYTES].ljust(_MOST_TEXT_BYTES, b"\0")
+    (of_ranks,) = _gather([record], group)
+    return [each.rstrip(b"\0").decode(errors="ignore") for each in of_ranks]
+
+
+def alone(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether there is no other rank to compare anything with."""
+    return not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
 def environment_fields() -> dict[str, str]:
@@ -64,47 +154,94 @@ def environment_fields() -> dict[str, str]:
     }
 
 
-def collective_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a small tensor must live for a collective of `group`: the CPU if it can."""
-    devices = {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
-    if "cpu" in devices:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def _gather(digests: list[bytes], group: dist.ProcessGroup | None) -> list[list[bytes]]:
-    """All ranks' digests, by field and then by rank within the group."""
+def _half(text: str | bytes) -> bytes:
+    content = text.encode() if isinstance(text, str) else text
+    return hashlib.sha256(content).digest()[:_HALF]
+
+
+def _layouts_agree(own: list[Content], group: dist.ProcessGroup | None) -> bool:
+    """Whether ranks that hold the same parts of a layout hold the same contents."""
+    records = []
+    for layout in dict.fromkeys(each.layout for each in own):
+        members = [each for each in own if each.layout == layout]
+        records.append(_half(members[0].part) + _half(b"".join(each.digest for each in members)))
+    return all(not _odd_ranks(of_ranks)[0] for of_ranks in _gather(records, group))
+
+
+def _record(own: list[Content], place: int) -> bytes:
+    """Digests of name, part and content; zeros where this rank's list has ended."""
+    if place >= len(own):
+        return bytes(3 * _HALF)
+    each = own[place]
+    return _half(f"{each.layout}\0{each.name}") + _half(each.part) + _half(each.digest)
+
+
+def _odd_ranks(records: Sequence[bytes]) -> tuple[list[int], int]:
+    """Of records `part, content`, by rank: who differs from most of those that hold the same part,
+    and how many these are. A tie goes to the lowest rank."""
+    contents: dict[bytes, Counter[bytes]] = {}
+    for record in records:
+        # A counter keeps the order of first appearance.
+        contents.setdefault(record[:_HALF], Counter())[record[_HALF:]] += 1
+    usual = {part: counts.most_common(1)[0] for part, counts in contents.items()}
+    odd = [
+        rank for rank, record in enumerate(records) if record[_HALF:] != usual[record[:_HALF]][0]
+    ]
+    parts = {records[rank][:_HALF] for rank in odd}
+    return odd, sum(usual[part][1] for part in parts)
+
+
+def _gather(records: list[bytes], group: dist.ProcessGroup | None) -> list[list[bytes]]:
+    """All ranks' records, which are of one size, by record and then by rank within the group."""
     device = collective_device(group)
-    own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(device)
+    own = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
-    of_ranks = [bytes(tensor.tolist()) for tensor in gathered]
-    starts = range(0, len(digests) * _DIGEST_BYTES, _DIGEST_BYTES)
-    return [[every[at : at + _DIGEST_BYTES] for every in of_ranks] for at in starts]
+    of_ranks = [tensor.cpu().numpy().tobytes() for tensor in gathered]
+    size = len(records[0])
+    starts = range(0, len(records) * size, size)
+    return [[every[at : at + size] for every in of_ranks] for at in starts]
 
 
 def _refuse_difference(
-    name: str, text: str, digests: list[bytes], group: dist.ProcessGroup | None
+    own: list[Content],
+    place: int,
+    of_ranks: list[bytes],
+    group: dist.ProcessGroup | None,
+    hint: str,
 ) -> None:
-    counts = Counter(digests)  # keeps the order of first appearance: a tie goes to the lowest rank
-    if len(counts) == 1:
-        return
-    usual, of_usual = counts.most_common(1)[0]
-    odd = [rank for rank, digest in enumerate(digests) if digest != usual]
+    """Raise PeerError if the contents at one place of the ranks' lists differ."""
+    nobody = bytes(_HALF)
+    odd, of_usual = _odd_ranks([nobody + record[:_HALF] for record in of_ranks])
+    if odd:
+        subject, shown = "'the compared fields'", _list_at(own, place)
+    else:
+        odd, of_usual = _odd_ranks([record[_HALF:] for record in of_ranks])
+        if not odd:
+            return
+        subject, digest = own[place].name, own[place].digest.hex()[:8]
+        shown = own[place].shown
+        shown = f"{shown} (sha256 {digest})" if shown else f"the digest {digest}"
     if group is not None:
         odd = [dist.get_global_rank(group, rank) for rank in odd]
     who = f"rank {odd[0]} disagrees" if len(odd) == 1 else f"ranks {_listed(odd)} disagree"
-    shown = text if len(text) <= _SHOWN_CHARACTERS else f"{len(text)} characters"
     raise PeerError(
-        f"{who} with the other {of_usual} about {name!r}; "
-        f"rank {dist.get_rank()} has {shown!r} (sha256 {_digest(text).hex()[:8]})",
+        f"{who} with the other {of_usual} about {subject}; rank {dist.get_rank()} has {shown}",
         ranks=odd,
-        hint="start all ranks with the same files, versions and environment",
+        hint=hint,
     )
+
+
+def _list_at(own: list[Content], place: int) -> str:
+    """This rank's names if these are few, else the one at a place."""
+    names = ", ".join(n[1:-1] if n[0] == n[-1] == "'" else n for n in (c.name for c in own))
+    if len(names) <= _SHOWN_CHARACTERS:
+        return repr(names)
+    return own[place].name if place < len(own) else f"{len(own)} of them"
 
 
 def _listed(ranks: list[int]) -> str:

@@ -5,7 +5,8 @@ thread. With one strand the same graphs run one after the other: F1, B1, F2, B2,
 micro-batch i's gradients are added before micro-batch i+1's, so the sums have the same bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from interlace.errors import InputError
 from interlace.graphs.dropout import no_dropout
 from interlace.graphs.lower import Lowered, lower
 from interlace.graphs.parts import CARRIED, Part, split
+from interlace.graphs.strides import restrided
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import (
@@ -75,6 +77,15 @@ def _some(graphs: Mapping[str, StrandGraph], name: str) -> dict[str, StrandGraph
     return {name: graphs[name]} if name in graphs else {}
 
 
+def _batch_strides(forward: StrandGraph) -> dict[int, tuple[int, ...]]:
+    """How the trace saw each tensor of a batch lie in memory, by index."""
+    return {
+        int(forward.bindings[node.name].target): tuple(node.meta["val"].stride())
+        for node in forward.graph.find_nodes(op="placeholder")
+        if forward.bindings[node.name].role == "batch"
+    }
+
+
 def _tangent(backward: StrandGraph, device: torch.device) -> Tensor:
     """The gradient of the loss with respect to itself, in the loss's type."""
     for node in backward.graph.find_nodes(op="placeholder"):
@@ -109,7 +120,12 @@ class StrandExecutor:
         self._constants = dict(constants)
         self._data_ranks = data_ranks
         self._alone: dict[str, Lowered] = {}
+        self._strides = _batch_strides(graphs[FORWARD])
         self._tangent = _tangent(graphs[BACKWARD], next(iter(constants.values())).device)
+
+    def rebind(self, constants: Mapping[tuple[str, str], Tensor]) -> None:
+        """From now on graphs' inputs stand for these, which are like those before."""
+        self._constants.update(constants)
 
     @property
     def interleaves(self) -> bool:
@@ -125,8 +141,8 @@ class StrandExecutor:
                 hint="set train.micro_batches to 2 or more, or strands to 1",
             )
         self._tangent.fill_(1.0 / (count * self._data_ranks))
-        run = StepRun(self, batches, recorder)
-        with torch.no_grad():
+        run = StepRun(self, [self._as_traced(batch) for batch in batches], recorder)
+        with self._plain_operators():
             for phase, forward, backward in phases_of_step(self.lowered, count):
                 run.phase(phase, forward=forward, backward=backward)
         return run.losses
@@ -139,13 +155,27 @@ class StrandExecutor:
                 order = self.op_graphs[name].order
                 self._alone[name] = lower({name: self.graphs[name]}, order)
         losses = []
-        with torch.no_grad():
+        with self._plain_operators():
             if GATHER in self._alone:
                 StepRun(self, [], None).outputs(self._alone[GATHER], {})
             for batch in batches:
-                run = StepRun(self, [(*batch, no_dropout())], None)
+                run = StepRun(self, [(*self._as_traced(batch), no_dropout())], None)
                 losses.append(run.outputs(self._alone[FORWARD], {FORWARD: 1})[0])
         return losses
+
+    def _as_traced(self, batch: Batch) -> Batch:
+        """The batch with the strides that were traced: a copy of what has others, nothing else."""
+        wanted = self._strides
+        return tuple(
+            restrided(tensor, wanted[i]) if i in wanted else tensor
+            for i, tensor in enumerate(batch)
+        )
+
+    @contextmanager
+    def _plain_operators(self) -> Iterator[None]:
+        """Operators run as they stand in the graphs, which have autocast's conversions already."""
+        with torch.no_grad(), torch.autocast(self._tangent.device.type, enabled=False):
+            yield
 
     def constant(self, role: str, target: str) -> Any:
         """A parameter, buffer or gradient sum by name, or the tangent of the loss."""

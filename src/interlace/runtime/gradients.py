@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
-from interlace.errors import RunError
 from interlace.parallel.tensor import finish_gradients
 from interlace.runtime.executor import local
 
@@ -30,7 +29,7 @@ class ParameterGradients:
         parameter's mesh; sums are kept in `dtype`. With `replicas` a step sums them over ranks."""
         self._replicas = replicas
         everything = dict(module.named_parameters(remove_duplicate=False))
-        self._addresses = {name: (p, local(p).data_ptr()) for name, p in everything.items()}
+        self._parameters = everything
         self._buffers: dict[nn.Parameter, Tensor] = {}
         self._layouts: dict[nn.Parameter, tuple[Placement, ...]] = {}
         self.constants = {("parameter", name): local(p) for name, p in everything.items()}
@@ -44,19 +43,26 @@ class ParameterGradients:
             self.constants["gradient", name] = self._buffers[parameter]
         self._before: dict[nn.Parameter, Tensor | None] = {}
 
-    def begin(self) -> None:
-        """Make the buffers ready: gradients that are still in them stay and are added to.
+    def rebind(self, module: nn.Module) -> None:
+        """Take over the parameters of `module`, of which some were replaced by others of the same
+        kind. A gradient that a replaced parameter was given stays its own."""
+        now = dict(module.named_parameters(remove_duplicate=False))
+        successor = {old: now[name] for name, old in self._parameters.items()}
+        buffers = {}
+        for old, buffer in self._buffers.items():
+            grad = old.grad
+            is_given = grad is not None and local(grad).data_ptr() == buffer.data_ptr()
+            taken = is_given and successor[old] is not old
+            buffers[successor[old]] = torch.zeros_like(buffer) if taken else buffer
+        self._buffers = buffers
+        self._layouts = {successor[old]: layout for old, layout in self._layouts.items()}
+        self._parameters = now
+        for role, name in self.constants:
+            of_role = local(now[name]) if role == "parameter" else buffers[now[name]]
+            self.constants[role, name] = of_role
 
-        Raises RunError if a parameter has new memory, which the graphs do not know.
-        """
-        for name, (parameter, address) in self._addresses.items():
-            if local(parameter).data_ptr() != address:
-                own_name = name.partition(".")[2]
-                raise RunError(
-                    f"parameter {own_name!r} has other memory than when the step was compiled",
-                    hint="change parameters in place (load_state_dict, optimizers), or compile "
-                    "the step again",
-                )
+    def begin(self) -> None:
+        """Make the buffers ready: gradients that are still in them stay and are added to."""
         for parameter, buffer in self._buffers.items():
             before = parameter.grad
             kept = before is not None and local(before).data_ptr() == buffer.data_ptr()

@@ -1,8 +1,9 @@
 """The heartbeat protocol of one rank: what it writes to and reads from the shared store.
 
 Keys, below a prefix of this session: `beat/R` a counter, or "stopped" after a normal end;
-`who/R` the process of rank R; `verdict` what ends the run, written once, by the first to know;
-`stopped` and `seen` count the ranks that ended normally or have read the verdict.
+`who/R` the process of rank R, written when it joins; `verdict` what ends the run, written once, by
+the first to know; `stopped` and `seen` count the ranks that ended normally or have read the
+verdict.
 """
 
 import json
@@ -13,11 +14,17 @@ from typing import Self
 import torch.distributed as dist
 
 from interlace.errors import PeerError
-from interlace.runtime.identity import ProcessIdentity
+from interlace.runtime.identity import ProcessIdentity, ProcessView
+from interlace.runtime.leaving import Leavers
+from interlace.runtime.silence import Limits, Silence
 
 _STOPPED = b"stopped"
 UNDECIDED = "-"
 _SEEN_POLL_S = 0.05
+_START_SLACK_S = 1.0  # rank 0 is the first to say who is missing, and the others read it
+_MOST_NAMED = 8
+_MEET_S = 0.05
+_HURRY_TO_MEET_S = 2.0
 
 DIED_HINT = "it was killed or crashed: see the end of its output, and dmesg (out of memory)"
 
@@ -45,12 +52,33 @@ class Verdict:
         return PeerError(self.message, ranks=ranks, hint=self.hint)
 
 
+class Peer:
+    """Another rank as it is watched: its name, its process and its silence."""
+
+    def __init__(self, who: ProcessIdentity, limits: Limits) -> None:
+        self.who = who
+        self.view = ProcessView.of(who)
+        self.silence = Silence(limits.dead_after_s, limits.busy_s)
+
+    def verdict(self, observed_s: float, *, heard: bool) -> Verdict | None:
+        """The suspicion after one more look, `observed_s` after the last one."""
+        sight = self.view.look()
+        if sight is not None and sight.ended:
+            return Verdict(self.who.rank, f"{self.who} died", DIED_HINT)
+        self.silence.count(sight, observed_s, heard=heard)
+        if not self.silence.is_over(self.view):
+            return None
+        what, hint = self.silence.text()
+        return Verdict(self.who.rank, f"{self.who} {what}", hint)
+
+
 class Ring:
     """Every rank beats, and watches the next rank that has not stopped.
 
     A round is two requests to the store at any world size. All methods may raise RuntimeError
     (no connection to the store), and may block while the store is paused. One thread at a time.
-    All ranks `join`, and after a barrier `meet`.
+    All ranks `join`, each when it comes; who does not within `start_s` is named by the others.
+    With `process_ends`, ranks end their process soon after they have stopped: rank 0 sees to it.
     """
 
     def __init__(
@@ -58,33 +86,38 @@ class Ring:
         store: dist.Store,
         identity: ProcessIdentity,
         world_size: int,
+        limits: Limits,
         *,
-        heartbeat_s: float,
-        dead_after_s: float,
+        process_ends: bool = False,
     ) -> None:
         self._store = store
         self._identity = identity
         self._rank = identity.rank
         self._world_size = world_size
-        self._heartbeat_s = heartbeat_s
-        self._dead_after_s = dead_after_s
+        self._limits = limits
+        self._process_ends = process_ends
         self._rounds = 0
         self._watched = (self._rank + 1) % world_size
+        self._peer: Peer | None = None
+        self.store_host: Peer | None = None
+        """Rank 0, whose process may host the store, once it has joined."""
         self._last_beat = b""
         self._last_look = time.monotonic()
-        self._silent_s = 0.0
+        self._starting_s = 0.0
+        self._leavers: Leavers | None = None
         self._marked_stopped = False
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the neighbour and rank 0 have joined."""
+        known = self._peer is not None and self.store_host is not None
+        return known or self._watched == self._rank
 
     def join(self) -> None:
         """Writes who this rank is, and its first beat."""
         self._store.compare_set("verdict", "", UNDECIDED)
         self._store.set(f"beat/{self._rank}", "0")
         self._store.set(f"who/{self._rank}", self._identity.to_json())
-
-    def meet(self) -> None:
-        """Reads who the neighbour is, and rank 0, whose process may host the store."""
-        self._peer = self._who(self._watched)
-        self.store_host = self._who(0)
         self._last_look = time.monotonic()
 
     def round(self) -> Verdict | None:
@@ -99,7 +132,7 @@ class Ring:
             return verdict
         held = self.decide(suspicion)
         if held == suspicion:
-            self._peer.kill()  # paused on this host: its end frees whoever waits for it in gloo
+            self._kill(held.rank)  # paused on this host: its end frees whoever waits for it
         return held
 
     def decide(self, verdict: Verdict) -> Verdict:
@@ -112,7 +145,7 @@ class Ring:
 
         Rank 0, whose process may host the store, beats until all others have stopped.
         """
-        if self._rank == 0 and self._store.add("stopped", 0) < self._world_size - 1:
+        if self._rank == 0 and not self._others_left():
             return False
         if not self._marked_stopped:
             self._marked_stopped = True
@@ -126,50 +159,91 @@ class Ring:
         if self._rank != 0:
             return
         expected = self._world_size - (verdict.rank not in (0, None))
-        give_up = time.monotonic() + 1.5 * self._heartbeat_s
+        give_up = time.monotonic() + 1.5 * self._limits.heartbeat_s
         while self._store.add("seen", 0) < expected and time.monotonic() < give_up:
             time.sleep(_SEEN_POLL_S)
 
     def pause_s(self) -> float:
         """Time until the next round: a heartbeat, or less if the neighbour is dead before."""
-        return max(0.01, min(self._heartbeat_s, self._dead_after_s - self._silent_s))
+        heartbeat_s = self._limits.heartbeat_s
+        if not self.has_met:  # ranks mostly join at the same time
+            return _MEET_S if self._rounds * _MEET_S < _HURRY_TO_MEET_S else heartbeat_s
+        left_s = heartbeat_s if self._peer is None else self._peer.silence.left_s()
+        return max(0.01, min(heartbeat_s, left_s))
 
-    def _who(self, rank: int) -> ProcessIdentity:
-        return ProcessIdentity.from_json(self._store.get(f"who/{rank}").decode()).seen_from_here()
+    def _others_left(self) -> bool:
+        """Whether all others have stopped, and their processes on this host have ended if they
+        are to."""
+        if self._store.add("stopped", 0) < self._world_size - 1:
+            return False
+        if self._leavers is None:
+            others = range(1, self._world_size) if self._process_ends else ()
+            people = self._store.multi_get([f"who/{rank}" for rank in others]) if others else []
+            self._leavers = Leavers([ProcessIdentity.from_json(who.decode()) for who in people])
+        return self._leavers.all_ended()
+
+    def _kill(self, rank: int | None) -> None:
+        if self._leavers is not None and rank is not None:
+            self._leavers.kill(rank)
+        elif self._peer is not None and self._peer.who.rank == rank:
+            self._peer.view.kill()
 
     def _look(self) -> tuple[Verdict | None, Verdict | None]:
         """Reads (the verdict, a suspicion): both None while all is well."""
+        observed_s = self._observed_s()
+        if self._leavers is not None:  # all others have stopped
+            late = self._leavers.look(observed_s, self._limits)
+            suspicion = None if late is None else Verdict(*late)
+            return self._parse(self._store.get("verdict")), suspicion
         if self._watched == self._rank:  # all others have stopped, or there are none
             return self._parse(self._store.get("verdict")), None
+        self._meet()
+        if self._peer is None:
+            self._starting_s += observed_s
+            return self._parse(self._store.get("verdict")), self._missing()
         beat, text = self._store.multi_get([f"beat/{self._watched}", "verdict"])
         verdict = self._parse(text)
         if beat == _STOPPED:
             self._watched = (self._watched + 1) % self._world_size
-            self._peer = self._who(self._watched)
-            self._last_beat, self._silent_s = b"", 0.0
+            self._peer, self._last_beat = None, b""
             return verdict, None
-        self._count_silence(heard=beat != self._last_beat)
-        self._last_beat = beat
-        return verdict, self._suspicion()
+        heard, self._last_beat = beat != self._last_beat, beat
+        return verdict, self._peer.verdict(observed_s, heard=heard)
 
-    def _count_silence(self, *, heard: bool) -> None:
+    def _observed_s(self) -> float:
         """Counts only time in which this rank looked: after its own pause it accuses nobody."""
         now = time.monotonic()
-        observed_s = min(now - self._last_look, 2 * self._heartbeat_s)
-        self._silent_s = 0.0 if heard else self._silent_s + observed_s
+        observed_s = min(now - self._last_look, 2 * self._limits.heartbeat_s)
         self._last_look = now
+        return observed_s
 
-    def _suspicion(self) -> Verdict | None:
-        if self._peer.ended():
-            return Verdict(self._watched, f"{self._peer} died", DIED_HINT)
-        if self._silent_s >= self._dead_after_s:
-            message = f"{self._peer} is silent for {self._silent_s:.1f} s"
-            hint = (
-                "it is paused, swapped out or cut off; on a machine that is merely overloaded, set "
-                "watchdog.dead_after_s higher"
-            )
-            return Verdict(self._watched, message, hint)
-        return None
+    def _meet(self) -> None:
+        """Reads who the neighbour and rank 0 are, once they have joined."""
+        if self.store_host is None and self._store.check(["who/0"]):
+            self.store_host = Peer(self._who(0), self._limits)
+        if self._peer is None and self._store.check([f"who/{self._watched}"]):
+            self._peer = Peer(self._who(self._watched), self._limits)
+
+    def _missing(self) -> Verdict | None:
+        """The suspicion about all ranks that have not joined when the time to do so is over."""
+        limit_s = self._limits.start_s + (_START_SLACK_S if self._rank else 0.0)
+        if self._starting_s < limit_s:
+            return None
+        every = range(self._world_size)
+        missing = [rank for rank in every if not self._store.check([f"who/{rank}"])]
+        if not missing:
+            return None
+        named = ", ".join(map(str, missing[:_MOST_NAMED]))
+        more = " and more" if len(missing) > _MOST_NAMED else ""
+        ranks = f"ranks {named}{more} have" if len(missing) > 1 else f"rank {named} has"
+        return Verdict(
+            missing[0],
+            f"{ranks} not joined the run within {self._limits.start_s:g} s",
+            "see its output: it has ended, is paused or still loads; watchdog.start_s bounds it",
+        )
+
+    def _who(self, rank: int) -> ProcessIdentity:
+        return ProcessIdentity.from_json(self._store.get(f"who/{rank}").decode())
 
     @staticmethod
     def _parse(text: bytes) -> Verdict | None:

@@ -14,20 +14,25 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
+    RunProcsResult,
     SignalException,
     SubprocessContext,
 )
 
+from interlace.config import WatchdogConfig
 from interlace.errors import InputError, RunError
+from interlace.runtime.ending import PEER_EXIT_CODE, START_EXIT_CODE, STORE_EXIT_CODE
+from interlace.runtime.identity import ProcessView
 from interlace.runtime.launched import CORES, LAUNCHER_PID
-from interlace.runtime.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE
+from interlace.runtime.startup import said
+from interlace.runtime.supervise import PAUSED_HINT, Fault, Supervisor
 
 FAILED_GRACE_S = 3
 """Time for the other ranks to end after one failed, then SIGKILL."""
@@ -37,7 +42,7 @@ the signal if its step has not ended by then (`signals.StopFlag`)."""
 
 _POLL_S = 0.05
 _CAUSE_S = 1.0
-_VICTIMS = {PEER_EXIT_CODE, STORE_EXIT_CODE}
+_VICTIMS = {PEER_EXIT_CODE, START_EXIT_CODE, STORE_EXIT_CODE}
 _BAD_INPUT = 2
 _SEE_ABOVE = "its own message is above"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -58,21 +63,54 @@ class _Ranks(SubprocessContext):
         super().__init__(**arguments)
         self.codes: dict[int, int | None] = {}
         self.paused: list[int] = []
+        self.were_paused: list[int] = []
+        self.fault: Fault | None = None
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = FAILED_GRACE_S) -> None:
         """Signal the ranks that still run, wait, then SIGKILL; torch calls it on a failure."""
         if not self.codes:
             self._wait_for_cause()
-            processes = {rank: handler.proc for rank, handler in self.subprocess_handlers.items()}
-            self.codes = {rank: process.returncode for rank, process in processes.items()}
+            self.codes = self.codes_now()
             self.paused = [
-                rank
-                for rank, process in processes.items()
-                if process.returncode is None and _is_paused(process.pid)
+                rank for rank, code in self.codes.items() if code is None and self._is_paused(rank)
             ]
             for rank in self.paused:  # no other signal reaches them
-                self.subprocess_handlers[rank].close(signal.SIGKILL)
+                self.kill(rank)
         super().close(death_sig, timeout)
+
+    def codes_now(self) -> dict[int, int | None]:
+        """The exit code of each rank that has ended, by now."""
+        handlers = self.subprocess_handlers.items()
+        return {rank: handler.proc.poll() for rank, handler in handlers}
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL to a rank, and to the processes that it started."""
+        self.subprocess_handlers[rank].close(signal.SIGKILL)
+
+    def wait_watched(self, eye: Supervisor | None) -> RunProcsResult:
+        """Waits until all ranks have ended or one has failed; ends the one that `eye` finds."""
+        while (result := self.wait(timeout=0)) is None:
+            time.sleep(_POLL_S)
+            if eye is None or self.fault is not None:
+                continue
+            self.fault = eye.look()
+            self.were_paused = eye.were_paused()
+            if self.fault is not None and self.codes_now()[self.fault.rank] is None:
+                self.kill(self.fault.rank)
+            elif self.fault is not None:  # it has ended, but without an error
+                self.close(signal.SIGTERM)
+        return result
+
+    def failure(self) -> RunError | InputError:
+        """The error that names the rank at fault."""
+        if self.fault is not None:
+            return RunError(f"rank {self.fault.rank} {self.fault.what}", hint=self.fault.hint)
+        ended = [rank for rank in self.were_paused if self.codes[rank] is not None]
+        return _failure(self.codes, sorted({*self.paused, *ended}))
+
+    def _is_paused(self, rank: int) -> bool:
+        sight = ProcessView.of_pid(self.subprocess_handlers[rank].proc.pid).look()
+        return sight is not None and sight.paused
 
     def _wait_for_cause(self) -> None:
         """A rank that left because of another may end first; the one at fault ends soon after."""
@@ -86,12 +124,20 @@ class _Ranks(SubprocessContext):
 
 
 def launch(
-    command: Sequence[str], *, ranks: int, cores_per_rank: int = 1, verbose: bool = False
+    command: Sequence[str],
+    *,
+    ranks: int,
+    cores_per_rank: int = 1,
+    verbose: bool = False,
+    watchdog: WatchdogConfig = WatchdogConfig(),  # noqa: B008  frozen
+    must_join: bool = False,
 ) -> None:
     """Run `command` as `ranks` processes with torchrun's environment, until all have ended.
 
     Output goes straight through. With enough cores and no GPU, each rank keeps to its own
-    `cores_per_rank` (Linux). The first rank to fail ends the others. Raises RunError naming that
+    `cores_per_rank` (Linux). The first rank to fail ends the others, as does one that is paused,
+    or does not join or end, within the bounds of `watchdog`; with `must_join` every rank has to
+    join a process group as `train.session.process_group` does it. Raises RunError naming that
     rank, InputError if it exited with 2, and Stopped after SIGINT, SIGTERM, SIGHUP or SIGQUIT;
     no process is left in any case.
     """
@@ -109,7 +155,8 @@ def launch(
             for number in _SIGNALS:
                 if before[number] == signal.SIG_IGN:  # nohup
                     signal.signal(number, signal.SIG_IGN)
-            result = context.wait(period=_POLL_S)
+            eye = _supervisor(context, store, watchdog, must_join=must_join)
+            result = context.wait_watched(eye)
         except SignalException as error:
             with contextlib.suppress(SignalException):  # a second Ctrl-C kills at once
                 context.close(error.sigval, STOP_GRACE_S)
@@ -118,9 +165,17 @@ def launch(
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             context.close(signal.SIGKILL, FAILED_GRACE_S)
-    assert result is not None  # None only comes with a timeout
-    if result.is_failed():
-        raise _failure(context.codes, context.paused)
+    if result.is_failed() or context.fault is not None:
+        raise context.failure()
+
+
+def _supervisor(
+    context: _Ranks, store: TCPStore, limits: WatchdogConfig, *, must_join: bool
+) -> Supervisor | None:
+    if not limits.enabled:
+        return None
+    pids = {rank: handler.proc.pid for rank, handler in context.subprocess_handlers.items()}
+    return Supervisor(pids, context.codes_now, partial(said, store), limits, must_join=must_join)
 
 
 def _environments(ranks: int, port: int, cores_per_rank: int) -> dict[int, dict[str, str]]:
@@ -167,9 +222,10 @@ def _failure(codes: Mapping[int, int | None], paused: Sequence[int]) -> RunError
     failed = {rank: code for rank, code in codes.items() if code}
     first = min(failed, key=lambda rank: (failed[rank] > 0, failed[rank] in _VICTIMS, rank))
     if paused:
+        whom = "" if first == paused[0] else f"rank {first} "
         return RunError(
-            f"rank {paused[0]} was paused (SIGSTOP), and rank {first} {_ending(failed[first])}",
-            hint="a debugger, a full terminal or the batch system pauses processes",
+            f"rank {paused[0]} was paused (SIGSTOP), and {whom}{_ending(failed[first])}",
+            hint=PAUSED_HINT,
         )
     message = f"rank {first} {_ending(failed[first])}"
     if failed[first] == -signal.SIGKILL:
@@ -188,15 +244,6 @@ def _ending(code: int) -> str:
         return f"exited with code {code}"
     known = {int(number): number.name for number in signal.Signals}
     return f"was ended by {known.get(-code, f'signal {-code}')}"
-
-
-def _is_paused(pid: int) -> bool:
-    """Whether a process is stopped by SIGSTOP (or a terminal); False where there is no /proc."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 @contextlib.contextmanager

@@ -73,6 +73,11 @@ def _whole_number(environment: Mapping[str, str], name: str) -> int:
     return int(environment[name])
 
 
+def launcher_hosts_store(environment: Mapping[str, str]) -> bool:
+    """Whether the store of this job lives in the process that started its ranks, not in rank 0."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def follow_launcher(environment: MutableMapping[str, str]) -> None:
     """Take the cores that `launch` chose, and end when it ends. Does nothing in other jobs.
 

@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 
+from interlace.cost.again import least_noisy
 from interlace.ir.costs import CostTable, LinkFit
 from interlace.ir.fits import fit_line
 from interlace.ir.graph import Kind
+from interlace.ir.noise import excess_of_fit, excess_of_oef
 from interlace.runtime.operands import Capture, CollectiveCall, ComputeCall
 from interlace.runtime.pairs import (
+    copy_ns,
     measure_compute_pair,
     measure_lanes,
     measure_pair,
@@ -60,7 +64,7 @@ class _Todo:
 
     def __init__(self, profiler: Profiler, alone: Callable[[], CostTable]) -> None:
         self.profiler = profiler
-        self.device_type = profiler.device_type
+        self.clock = profiler.clock
         self.alone = alone
         self._keys: dict[KindAndLane, str] = {}
         self._inputs: Capture | None = None
@@ -78,7 +82,8 @@ class _Todo:
         """One kind of collective on one lane, alone, by size."""
 
         def add_to(table: CostTable) -> CostTable:
-            return replace(table, fits=(*table.fits, self._fit(of, table)))
+            fit = least_noisy(partial(self._fit, of, table), excess_of_fit)
+            return replace(table, fits=(*table.fits, fit))
 
         return Measurement(
             f"{_said(of[0])} on {of[1]} by size",
@@ -91,7 +96,8 @@ class _Todo:
 
         def add_to(table: CostTable) -> CostTable:
             call, transfer = self._compute(of, table), self._collective(other, table)
-            pair = measure_pair(self.device_type, call, transfer, budget_ns=PAIR_BUDGET_NS)
+            measure = partial(measure_pair, self.clock, call, transfer, budget_ns=PAIR_BUDGET_NS)
+            pair = least_noisy(measure, excess_of_oef)
             return replace(table, pairs=(*table.pairs, pair))
 
         wanted = (of[0], *other)
@@ -106,7 +112,8 @@ class _Todo:
 
         def add_to(table: CostTable) -> CostTable:
             both = self._collective(of, table), self._collective(other, table)
-            found = measure_lanes(self.device_type, *both, budget_ns=PAIR_BUDGET_NS)
+            measure = partial(measure_lanes, self.clock, *both, budget_ns=PAIR_BUDGET_NS)
+            found = least_noisy(measure, excess_of_oef)
             return replace(table, lane_pairs=(*table.lane_pairs, found))
 
         wanted = (of[1], other[1])
@@ -120,12 +127,14 @@ class _Todo:
         """Two compute kinds at the same time."""
 
         def add_to(table: CostTable) -> CostTable:
-            found = measure_compute_pair(
-                self.device_type,
+            measure = partial(
+                measure_compute_pair,
+                self.clock,
                 self._compute(of, table),
                 self._compute(other, table),
                 budget_ns=PAIR_BUDGET_NS,
             )
+            found = least_noisy(measure, excess_of_oef)
             return replace(table, compute_pairs=(*table.compute_pairs, found))
 
         wanted = (of[0], other[0])
@@ -146,12 +155,19 @@ class _Todo:
         samples = []
         for size in sorted(sizes):
             call = collective.resized(size)
-            time_ns = time_transfer(self.device_type, call, budget_ns=LINK_BUDGET_NS)
+            time_ns = time_transfer(self.clock, call, budget_ns=LINK_BUDGET_NS)
             samples.append((call.full_bytes, time_ns))
         line = fit_line(samples)
         assert line is not None
         error = max(abs(line.at(size) / max(time_ns, 1) - 1) for size, time_ns in samples)
-        return LinkFit(*of, round(line.at_zero, 1), round(line.slope, 6), round(error, 4))
+        copy = copy_ns(self.clock, collective.x.device, samples[-1][0])
+        return LinkFit(
+            *of,
+            latency_ns=round(line.at_zero, 1),
+            ns_per_byte=round(line.slope, 6),
+            largest_error=round(error, 4),
+            copy_ns_per_byte=round(copy / samples[-1][0], 6),
+        )
 
     def _compute(self, of: KindAndLane, table: CostTable) -> ComputeCall:
         return self._captured(table).compute[self._keys[of]]

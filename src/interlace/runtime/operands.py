@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
+from interlace.graphs.buffers import written
 from interlace.graphs.collectives import CALL_OF, CONSUMERS, Pending
 from interlace.graphs.torch_private import process_group
 from interlace.ir.graph import Kind, Operator
@@ -15,7 +15,7 @@ from interlace.runtime.recorder import Recorder
 
 @dataclass(frozen=True)
 class ComputeCall:
-    """A compute operator that can be run again and again. One that adds to a buffer adds to a
+    """A compute operator that can be run again and again. One that writes to a buffer writes to a
     copy."""
 
     op: Operator
@@ -89,22 +89,15 @@ class Capture(Recorder):
         graph = self.graphs.get(node.meta.get("strand", ""))
         op = graph.by_id.get(node.meta["name"]) if graph and node.op == "call_function" else None
         if op is not None and op.key in self.wanted:
-            given = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            self._keep(op, node, *given)
+            self._keep(op, node, values)
         return super()._step(node, values, root, micro_batch)
 
-    def _keep(self, op: Operator, node: fx.Node, args: Any, kwargs: Any) -> None:
+    def _keep(self, op: Operator, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
         if op.is_collective and op.key not in self.collectives:
-            x, *rest = args
-            self.collectives[op.key] = CollectiveCall(op, x.clone(), tuple(rest))
+            given: Any = fx.node.map_arg(node.args, values.__getitem__)
+            self.collectives[op.key] = CollectiveCall(op, given[0].clone(), tuple(given[1:]))
         elif not op.is_collective and op.key not in self.compute:
-            if _writes(node.target):
-                args = (args[0].clone(), *args[1:])
+            own = {**values, **{source: values[source].clone() for source in written(node)}}
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), own.__getitem__)
             target: Any = node.target
             self.compute[op.key] = ComputeCall(op, target, tuple(args), dict(kwargs))
-
-
-def _writes(target: Any) -> bool:
-    """Whether an operator writes to its first argument."""
-    schema: torch.FunctionSchema | None = getattr(target, "_schema", None)
-    return schema is not None and schema.is_mutable

@@ -7,6 +7,7 @@ machine that gets slower changes all of them alike.
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from math import ceil
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ from interlace.cost.agreement import agree, average
 from interlace.cost.slowdown import compute_factor, transfer_factor
 from interlace.ir.costs import PairCost, Together, overlap_effectiveness
 from interlace.runtime.operands import CollectiveCall, ComputeCall
-from interlace.runtime.recorder import clock_for
+from interlace.runtime.recorder import Clock
 from interlace.runtime.stopwatch import back_to_back_ns, side_by_side_ns, timed_round
 
 PAUSE_S = 0.05
@@ -54,13 +55,13 @@ def _quiet(
 
 
 @torch.no_grad()
-def time_transfer(device_type: str, collective: CollectiveCall, *, budget_ns: float) -> int:
+def time_transfer(clock: Clock, collective: CollectiveCall, *, budget_ns: float) -> int:
     """Median time of one collective, one right after the other; the fastest rank's."""
 
     def times(count: int) -> list[int]:
-        return back_to_back_ns(clock_for(device_type), collective.starts(count))
+        return back_to_back_ns(clock, collective.starts(count))
 
-    estimate_ns = _transfer_ns(device_type, collective)
+    estimate_ns = _transfer_ns(clock, collective)
     most = min(MOST_TRANSFERS, MOST_BYTES // max(collective.x.nbytes, 1))
     count = max(1, min(most, int(budget_ns / FEWEST_ROUNDS / estimate_ns)))
     samples = [time_ns for _ in range(FEWEST_ROUNDS) for time_ns in times(count)]
@@ -68,13 +69,27 @@ def time_transfer(device_type: str, collective: CollectiveCall, *, budget_ns: fl
 
 
 @torch.no_grad()
-def burst_ns(device_type: str, collective: CollectiveCall) -> int:
+def copy_ns(clock: Clock, device: torch.device, size: int) -> int:
+    """Time to copy so many bytes within the memory of the device; the fastest of all ranks."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    stamps = [clock.now()]
+    for _ in range(FEWEST_ROUNDS):
+        target.copy_(source)
+        stamps.append(clock.now())
+    times = [clock.nanoseconds(stamp) for stamp in stamps]
+    fastest = min(end - begin for begin, end in pairwise(times))
+    return agree({"ns": max(1, fastest)}, smallest={"ns"})["ns"]
+
+
+@torch.no_grad()
+def burst_ns(clock: Clock, collective: CollectiveCall) -> int:
     """By how much a transfer right behind another takes longer than one after a pause: what the
     bucket of a shaped link, or a buffer on the way, takes at once."""
     samples = []
     for _ in range(FEWEST_ROUNDS):
         time.sleep(PAUSE_S)
-        first, *later = back_to_back_ns(clock_for(device_type), collective.starts(4))
+        first, *later = back_to_back_ns(clock, collective.starts(4))
         samples.append({"first": first, "later": median(later)})
     times = _quiet(samples, fastest=("first", "later"))
     return max(0, times["later"] - times["first"])
@@ -82,21 +97,21 @@ def burst_ns(device_type: str, collective: CollectiveCall) -> int:
 
 @torch.no_grad()
 def measure_pair(
-    device_type: str, compute: ComputeCall, collective: CollectiveCall, *, budget_ns: float
+    clock: Clock, compute: ComputeCall, collective: CollectiveCall, *, budget_ns: float
 ) -> PairCost:
     """Run the collective beside as many calls of the operator as cover it, two at least.
 
     A collective that is shorter than a call runs on more data: its effect on the call, and that of
     the call on it, would be lost in the call's own variation.
     """
-    call_ns = _call_ns(device_type, compute)
-    collective, transfer_ns = _lengthened(device_type, collective, call_ns)
+    call_ns = _call_ns(clock, compute)
+    collective, transfer_ns = _lengthened(clock, collective, call_ns)
     calls = max(2, min(MOST_CALLS, ceil(COVER * transfer_ns / call_ns)))
     samples = []
     for _ in range(_rounds(2 * (calls * call_ns + transfer_ns), budget_ns)):
-        only = timed_round(clock_for(device_type), [], compute, calls)
-        sent = timed_round(clock_for(device_type), collective.starts(1), _nothing, 0)
-        both = timed_round(clock_for(device_type), collective.starts(1), compute, calls)
+        only = timed_round(clock, [], compute, calls)
+        sent = timed_round(clock, collective.starts(1), _nothing, 0)
+        both = timed_round(clock, collective.starts(1), compute, calls)
         samples.append(
             {
                 "compute_ns": only.compute_ns,
@@ -125,40 +140,39 @@ def measure_pair(
 
 
 def _lengthened(
-    device_type: str, collective: CollectiveCall, least_ns: int
+    clock: Clock, collective: CollectiveCall, least_ns: int
 ) -> tuple[CollectiveCall, int]:
     """The collective on enough data to last `least_ns`, as far as memory allows, and its time."""
-    transfer_ns = _transfer_ns(device_type, collective)
+    transfer_ns = _transfer_ns(clock, collective)
     while transfer_ns < least_ns and 4 * collective.full_bytes <= MOST_BYTES:
         collective = collective.resized(4 * collective.full_bytes)
-        transfer_ns = _transfer_ns(device_type, collective)
+        transfer_ns = _transfer_ns(clock, collective)
     return collective, transfer_ns
 
 
-def _transfer_ns(device_type: str, collective: CollectiveCall) -> int:
+def _transfer_ns(clock: Clock, collective: CollectiveCall) -> int:
     """A first estimate of a transfer's time."""
-    clock = clock_for(device_type)
     times = back_to_back_ns(clock, collective.starts(4))
     return max(1, _quiet([{"ns": time_ns} for time_ns in times], fastest=("ns",))["ns"])
 
 
-def _call_ns(device_type: str, call: ComputeCall) -> int:
+def _call_ns(clock: Clock, call: ComputeCall) -> int:
     """Time of a call among others of its like, whose data are then in the caches."""
-    rounds = [timed_round(clock_for(device_type), [], call, 4).compute_ns / 4 for _ in range(3)]
+    rounds = [timed_round(clock, [], call, 4).compute_ns / 4 for _ in range(3)]
     return max(1, _quiet([{"ns": each} for each in rounds])["ns"])
 
 
 @torch.no_grad()
 def measure_lanes(
-    device_type: str, first: CollectiveCall, second: CollectiveCall, *, budget_ns: float
+    clock: Clock, first: CollectiveCall, second: CollectiveCall, *, budget_ns: float
 ) -> Together:
     """Collectives of two lanes at the same time; every rank starts them in this order."""
 
     def once(*calls: CollectiveCall) -> float:
         starts = [start for call in calls for start in call.starts(1)]
-        return timed_round(clock_for(device_type), starts, _nothing, 0).transfer_ns
+        return timed_round(clock, starts, _nothing, 0).transfer_ns
 
-    round_ns = 3 * (_transfer_ns(device_type, first) + _transfer_ns(device_type, second))
+    round_ns = 3 * (_transfer_ns(clock, first) + _transfer_ns(clock, second))
     samples = [
         {"first_ns": once(first), "second_ns": once(second), "pair_ns": once(first, second)}
         for _ in range(_rounds(round_ns, budget_ns))
@@ -168,14 +182,14 @@ def measure_lanes(
 
 @torch.no_grad()
 def measure_compute_pair(
-    device_type: str, first: ComputeCall, second: ComputeCall, *, budget_ns: float
+    clock: Clock, first: ComputeCall, second: ComputeCall, *, budget_ns: float
 ) -> Together:
     """Compute beside compute; both are repeated to last equally long."""
 
     def alone(call: Callable[[], Any]) -> float:
-        return timed_round(clock_for(device_type), [], call, 1).compute_ns
+        return timed_round(clock, [], call, 1).compute_ns
 
-    single = [_call_ns(device_type, call) for call in (first, second)]
+    single = [_call_ns(clock, call) for call in (first, second)]
     longest_ns = max(SHORTEST_NS, *single)
     runs = [
         _repeated(call, min(MOST_CALLS, round(longest_ns / time_ns)))
@@ -185,7 +199,7 @@ def measure_compute_pair(
         {
             "first_ns": alone(runs[0]),
             "second_ns": alone(runs[1]),
-            "pair_ns": side_by_side_ns(clock_for(device_type), device_type, *runs),
+            "pair_ns": side_by_side_ns(clock, *runs),
         }
         for _ in range(_rounds(4 * longest_ns, budget_ns))
     ]

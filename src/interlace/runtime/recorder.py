@@ -9,7 +9,7 @@ known even if the rank was computing then. On CUDA all stamps are events on the 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import fx
@@ -27,8 +27,14 @@ _ISSUERS = {issue for issue, _ in ISSUE.values()}
 class Clock(Protocol):
     """Takes stamps cheaply and turns them into nanoseconds afterwards."""
 
+    device_type: ClassVar[str]
+
     def now(self) -> Any:
         """A stamp."""
+        ...
+
+    def restarted(self) -> "Clock":
+        """This clock, counting from now; it keeps what it has set up."""
         ...
 
     def after(self, pending: Pending, sink: Callable[[Any], None]) -> None:
@@ -43,9 +49,15 @@ class Clock(Protocol):
 class HostClock:
     """CPU: operators block, so host time is operator time."""
 
+    device_type: ClassVar[str] = "cpu"
+
     def now(self) -> int:
         """Nanoseconds."""
         return time.perf_counter_ns()
+
+    def restarted(self) -> "HostClock":
+        """The same: nanoseconds of the host are exact at any size."""
+        return self
 
     def after(self, pending: Pending, sink: Callable[[int], None]) -> None:
         """The work's future calls back from the transport's thread when it is done."""
@@ -57,10 +69,21 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA: events on the current stream; collectives are stamped on a stream of their own."""
+    """CUDA: events on the current stream; the end of a collective is an event on a stream that
+    stamps the collectives of its process group only.
 
-    def __init__(self) -> None:
-        self.side = torch.cuda.Stream()
+    A stream does one thing after the other, as NCCL does with the collectives of one group. With
+    one stream for all groups a short collective would seem to end after an earlier, longer one of
+    another group. Streams are handed out from pools, one per priority, and the next in turn may be
+    one that is in use; NCCL's come from those of its priorities, 0 or the highest.
+    """
+
+    device_type: ClassVar[str] = "cuda"
+    PRIORITY = -2
+
+    def __init__(self, streams: dict[str, torch.cuda.Stream] | None = None) -> None:
+        """`streams` are those that stamp, by process group; missing ones are added."""
+        self._streams = {} if streams is None else streams
         self.origin = self.now()
 
     def now(self) -> torch.cuda.Event:
@@ -69,9 +92,16 @@ class CudaClock:
         event.record()
         return event
 
+    def restarted(self) -> "CudaClock":
+        """A clock with the same streams. The time between two events is a float32 of milliseconds,
+        which after 10 s counts in microseconds."""
+        return CudaClock(self._streams)
+
     def after(self, pending: Pending, sink: Callable[[torch.cuda.Event], None]) -> None:
         """An event on a side stream that waits for the collective."""
-        with torch.cuda.stream(self.side):
+        if pending.group not in self._streams:
+            self._streams[pending.group] = torch.cuda.Stream(priority=self.PRIORITY)
+        with torch.cuda.stream(self._streams[pending.group]):
             pending.work.wait()
             sink(self.now())
 

@@ -1,7 +1,9 @@
 """Measure what a site takes whole and in slices, with made-up values of the right shapes."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -9,13 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.cost.agreement import agree
+from interlace.cost.again import least_noisy
+from interlace.cost.agreement import agree, is_first_rank
+from interlace.cost.profile import spread
 from interlace.decompose.choose import SiteTimes, SliceTimes, Way
 from interlace.decompose.products import Product, products_of, sent_value
 from interlace.decompose.sites import Site
 from interlace.graphs.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
 from interlace.graphs.torch_private import process_group
 from interlace.graphs.trace import StrandGraph
+from interlace.ir.noise import LARGEST_SPREAD
 
 REPEATS = 3
 
@@ -28,6 +33,7 @@ class MeasuredTimes:
         self.device = device
         self.repeats = repeats
         self._known: dict[tuple[Any, ...], SiteTimes] = {}
+        self._log = logging.getLogger("interlace")
 
     @torch.no_grad()
     def __call__(self, strand: StrandGraph, site: Site, ways: Sequence[Way]) -> SiteTimes:
@@ -35,15 +41,26 @@ class MeasuredTimes:
         products, sent = products_of(strand, site), sent_value(strand, site)
         key = (site.kind, site.group, tuple(products), sent.shape, sent.dtype, tuple(ways))
         if key not in self._known:
-            self._known[key] = self._measure(_Site(site, products, sent, self.device), ways)
+            measure = partial(self._measure, _Site(site, products, sent, self.device), ways)
+            self._known[key], relative = least_noisy(measure, _excess)
+            if _excess((self._known[key], relative)) and is_first_rank():
+                self._log.warning(
+                    "warning: noisy times of %s on %s: repeats spread over %.0f %% of their time, "
+                    "so its slices may be poor ones",
+                    site.kind, site.group, 100 * relative,
+                )  # fmt: skip
         return self._known[key]
 
-    def _measure(self, site: "_Site", ways: Sequence[Way]) -> SiteTimes:
-        mine: dict[str, float] = {"plain": self._time(site.plain)}
+    def _measure(self, site: "_Site", ways: Sequence[Way]) -> tuple[SiteTimes, float]:
+        """Times, and their interquartile ranges over them, all together."""
+        samples = {"plain": self._samples(site.plain)}
         for variant, pieces in ways:
-            mine[f"compute {variant} {pieces}"] = self._time(site.slice_matmuls(variant, pieces))
-            mine[f"send {variant} {pieces}"] = self._time(site.slice_sends(variant, pieces))
-        slowest = agree(mine)
+            samples[f"compute {variant} {pieces}"] = self._samples(
+                site.slice_matmuls(variant, pieces)
+            )
+            samples[f"send {variant} {pieces}"] = self._samples(site.slice_sends(variant, pieces))
+        slowest = agree({name: median(times) for name, times in samples.items()})
+        spreads = agree({name: spread(times) for name, times in samples.items()})
         slices = {
             (variant, pieces): SliceTimes(
                 compute_ns=slowest[f"compute {variant} {pieces}"],
@@ -51,24 +68,29 @@ class MeasuredTimes:
             )
             for variant, pieces in ways
         }
-        return SiteTimes(plain_ns=slowest["plain"], slices=slices)
+        relative = sum(spreads.values()) / max(1, sum(slowest.values()))
+        return SiteTimes(plain_ns=slowest["plain"], slices=slices), relative
 
-    def _time(self, call: Callable[[], object]) -> int:
-        """Median time of a call that all ranks begin together, the first one not counted."""
+    def _samples(self, call: Callable[[], object]) -> list[int]:
+        """Times of a call that all ranks begin together, the first one not counted."""
         times = []
         for _ in range(self.repeats + 1):
+            self._finish()
             if dist.get_world_size() > 1:
                 dist.barrier()
-            self._finish()
             begin = time.perf_counter_ns()
             call()
             self._finish()
             times.append(time.perf_counter_ns() - begin)
-        return round(median(times[1:]))
+        return times[1:]
 
     def _finish(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _excess(measured: tuple[SiteTimes, float]) -> float:
+    return max(0.0, measured[1] - LARGEST_SPREAD)
 
 
 class _Site:

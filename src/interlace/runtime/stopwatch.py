@@ -38,7 +38,8 @@ def timed_round(
     clock: Clock, starts: Sequence[Start], call: Callable[[], Any], count: int
 ) -> Round:
     """Start the collectives, run `call` `count` times, wait for all. Ranks start together."""
-    _meet()
+    clock = clock.restarted()
+    _meet(clock)
     over: list[Any] = []
     begin = clock.now()
     flying = [start() for start in starts]
@@ -71,7 +72,8 @@ def timed_round(
 
 def back_to_back_ns(clock: Clock, starts: Sequence[Start]) -> list[int]:
     """Times of these collectives, each started when the one before is over."""
-    _meet()
+    clock = clock.restarted()
+    _meet(clock)
     stamps = [clock.now()]
     for start in starts:
         start().work.wait()
@@ -80,12 +82,11 @@ def back_to_back_ns(clock: Clock, starts: Sequence[Start]) -> list[int]:
     return [end - begin for begin, end in pairwise(times)]
 
 
-def side_by_side_ns(
-    clock: Clock, device_type: str, first: Callable[[], Any], second: Callable[[], Any]
-) -> int:
+def side_by_side_ns(clock: Clock, first: Callable[[], Any], second: Callable[[], Any]) -> int:
     """Time until both are over: in two threads on a CPU, on two streams on CUDA."""
-    _meet()
-    if device_type == "cuda":
+    clock = clock.restarted()
+    _meet(clock)
+    if clock.device_type == "cuda":
         begin = clock.now()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -103,8 +104,11 @@ def side_by_side_ns(
         return clock.nanoseconds(clock.now()) - clock.nanoseconds(begin)
 
 
-def _meet() -> None:
-    """All ranks begin a round within the time of a barrier."""
+def _meet(clock: Clock) -> None:
+    """All ranks begin a round within the time of a barrier, on CUDA with nothing left to do: the
+    barrier may be one of the hosts only."""
+    if clock.device_type == "cuda":
+        torch.cuda.synchronize()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 

@@ -4,7 +4,7 @@
 once; executors for one and for two strands share its graphs and gradient buffers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,13 +14,17 @@ from torch.distributed.tensor import Placement
 
 from interlace.decompose.apply import Decompose, decompose_chunk
 from interlace.decompose.listing import Listing, with_others
+from interlace.errors import InputError
 from interlace.graphs.accumulate import accumulate_gradients
 from interlace.graphs.collectives import is_collective
 from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
 from interlace.graphs.dropout import fix_dropout
 from interlace.graphs.export import export, output_storages
+from interlace.graphs.gradient_layouts import check_parameters, lay_out_gradients
 from interlace.graphs.recompute import KEEP_ALL, RecomputePolicy, with_recompute
 from interlace.graphs.repeat import trace_repeated
+from interlace.graphs.strides import same_strides, without_overlap
+from interlace.graphs.torch_private import Reads
 from interlace.graphs.trace import ChunkGraphs, StrandGraph, trace_chunk
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import BACKWARD, FORWARD, GATHER, REDUCE, pair_graph
@@ -50,6 +54,8 @@ class Strands:
     """Why every block was traced though one of each kind was to be enough."""
     listing: Listing | None = None
     """What was decomposed, if that was asked for."""
+    reads: Reads | None = None
+    """What the forward read beside parameters and buffers, if that was asked for."""
 
     @cached_property
     def pair(self) -> OpGraph:
@@ -66,20 +72,48 @@ class Strands:
         """One strand: the order in which the graphs were traced."""
         return sequential(self.op_graphs)
 
+    def buffers(self) -> dict[tuple[str, str], Tensor]:
+        """The module's buffers as they are now, under each of their names, by (role, target)."""
+        every_name = self.module.named_buffers(remove_duplicate=False)
+        return {("buffer", name): local(buffer) for name, buffer in every_name}
+
     def executor(self, plan: Plan, constants: Mapping[tuple[str, str], Tensor]) -> StrandExecutor:
         """Something that runs steps as planned. `constants` holds what the graphs' inputs of roles
         `parameter`, `gradient`, `shard` and `shard_gradient` stand for, by (role, target).
         Raises InputError for an invalid plan."""
         plan.validate(self.op_graphs, "plan")
-        buffers = {("buffer", name): local(b) for name, b in self.module.named_buffers()}
         return StrandExecutor(
             self.graphs,
             self.saved,
             plan,
             self.op_graphs,
-            {**buffers, **constants},
+            checked(self.graphs, {**self.buffers(), **constants}),
             data_ranks=self.data.ranks if self.data else 1,
         )
+
+
+def checked(
+    graphs: Mapping[str, StrandGraph], constants: Mapping[tuple[str, str], Tensor]
+) -> Mapping[tuple[str, str], Tensor]:
+    """`constants`, of which those that the graphs read have the shapes and strides that the graphs
+    were made for. Raises InputError: a sum would spread a smaller gradient over a buffer."""
+    for graph in graphs.values():
+        for node in graph.graph.find_nodes(op="placeholder"):
+            binding, made_for = graph.bindings[node.name], node.meta.get("val")
+            given = constants.get((binding.role, binding.target))
+            if given is None or not isinstance(made_for, Tensor):
+                continue
+            same = given.shape == made_for.shape
+            if not same or not same_strides(given.shape, given.stride(), made_for.stride()):
+                raise InputError(
+                    f"the {binding.role.replace('_', ' ')} of {binding.target!r} is "
+                    f"{list(given.shape)} with strides {list(given.stride())}, and the graph "
+                    f"{graph.name!r} is made for {list(made_for.shape)} with strides "
+                    f"{list(made_for.stride())}",
+                    hint="trace again after changing a parameter's layout; a buffer of gradients "
+                    "is torch.zeros_like of the parameter's local part",
+                )
+    return constants
 
 
 def build_strands(
@@ -92,29 +126,38 @@ def build_strands(
     recompute: RecomputePolicy = KEEP_ALL,
     repeat: bool = False,
     decompose: Decompose | None = None,
+    wide_sums: Collection[torch.dtype] = (),
+    watch: bool = False,
 ) -> Strands:
     """Trace `module(*example) -> loss`; gradients will be summed in `buffer_dtype`, and over the
     data-parallel ranks of `data`. A chunk with dropout takes seeds behind its batch.
 
     `repeat` traces a few blocks and copies the others (`graphs.repeat`): for models whose code
     treats blocks of one kind alike. `decompose` cuts collectives into sends under partial matmuls.
+    Matmuls of the types in `wide_sums` are added to float32 buffers unrounded (`graphs.wide_sums`).
+    With `watch`, which excludes `repeat`, strands know what the forward read of Python.
     """
-    tensor = [group for group, axis in axis_of_group.items() if axis == "tp"]
+    check_parameters(module)
+    example = tuple(without_overlap(tensor) for tensor in example)
     if repeat:
         chunk, _, reason = trace_repeated(module, example)
     else:
-        chunk, reason = trace_chunk(module, example), ""
-    chunk = fix_dropout(chunk, batch_inputs=len(example), tensor_groups=tensor)
+        chunk, reason = trace_chunk(module, example, watch=watch), ""
+    reads = chunk.reads
+    chunk = lay_out_gradients(chunk, module)
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= module.named_buffers(remove_duplicate=False)
+    chunk = fix_dropout(chunk, batch_inputs=len(example), tensors=tensors)
     chunk = with_recompute(chunk, recompute)
     listing = None
     if decompose is not None:
         chunk, listing = decompose_chunk(chunk, axis_of_group, decompose)
     before = _collectives({FORWARD: chunk.forward, BACKWARD: chunk.backward})
-    strands = share(module, chunk, axis_of_group, data, buffer_dtype)
+    strands = share(module, chunk, axis_of_group, data, buffer_dtype, wide_sums)
     if listing is not None:
         why = "data-parallel ranks exchange whole buckets of weights"
         listing = with_others(listing, strands.graphs, before, why)
-    return replace(strands, not_repeated=reason, listing=listing)
+    return replace(strands, not_repeated=reason, listing=listing, reads=reads)
 
 
 def _collectives(graphs: Mapping[str, StrandGraph]) -> set[str]:
@@ -132,14 +175,18 @@ def share(
     axis_of_group: Mapping[str, str],
     data: DataLayout | None,
     buffer_dtype: torch.dtype,
+    wide_sums: Collection[torch.dtype] = (),
 ) -> Strands:
     """The strands of a traced chunk, whose graphs are changed."""
     done: frozenset[str] = frozenset()
     if data is not None and data.reduce_each:
         done = reduce_each(chunk, data, buffer_dtype)
+    parts = {name: local(p) for name, p in module.named_parameters(remove_duplicate=False)}
     graphs = {
         FORWARD: chunk.forward,
-        BACKWARD: accumulate_gradients(chunk, buffer_dtype, done=done),
+        BACKWARD: accumulate_gradients(
+            chunk, buffer_dtype, parameters=parts, done=done, wide=wide_sums
+        ),
     }
     if data is not None:
         if data.gathers_each:

@@ -1,12 +1,13 @@
 """The module that one rank trains: built, laid out over the meshes, with its loss."""
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from interlace.config import RunConfig
+from interlace.config import ModelConfig, RunConfig
 from interlace.models import model_file
 from interlace.models.hugging_face import load_config, load_weights
 from interlace.models.loss import NextTokenLoss
@@ -52,6 +53,20 @@ def published_shape(config: RunConfig) -> RunConfig:
     found = replace(config, model=load_config(config.model.config, config.model))
     check(found)
     return found
+
+
+def overridden_shape(given: RunConfig, found: RunConfig) -> str:
+    """What `published_shape` has put in place of values that the run file, a preset or a flag set,
+    as one line; empty if nothing."""
+    fields = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+    changed = [
+        f"model.{name} = {getattr(found.model, name)!r}, not {getattr(given.model, name)!r}"
+        for name, default in fields.items()
+        if getattr(given.model, name) not in (default, getattr(found.model, name))
+    ]
+    if not changed:
+        return ""
+    return f"config.json of model.config = {given.model.config!r} says {', '.join(changed)}"
 
 
 def _transformers_module(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from interlace.errors import InputError, RunError
 from interlace.train import checkpoint_files as files
+from interlace.train.agreement import check_state
 from interlace.train.checkpoint_exchange import gather_json
 from interlace.train.checkpoint_files import Damaged
 from interlace.train.checkpoint_manifest import MANIFEST, Manifest
@@ -16,6 +17,7 @@ from interlace.train.checkpoint_request import changed_settings, checkpoint_dire
 from interlace.train.checkpoint_state import mesh_of, plain_state, restore, state_tensors
 from interlace.train.checkpoint_storage import SavePieces, check_headers, plan_pieces
 from interlace.train.checkpoint_writer import Background, Outcome, write_checkpoint
+from interlace.train.claims import Claim, holder
 from interlace.train.data import Batches
 from interlace.train.session import Session
 
@@ -33,11 +35,13 @@ class Checkpointer:
     and `finish` raises RunError if the last one failed.
     """
 
-    def __init__(self, session: Session, tell: Tell) -> None:
+    def __init__(self, session: Session, tell: Tell, claim: Claim | None) -> None:
+        """`claim` is the right to write into the directory, of a run that saves."""
         self.session = session
         self.config = session.config.checkpoint
         self.directory = checkpoint_directory(session.config)
         self._tell = tell
+        self._claim = claim
         self._pieces: SavePieces | None = None
         self._writing: Background | None = None
         self._last: Outcome | None = None
@@ -71,6 +75,7 @@ class Checkpointer:
         masters = self.session.weights.masters
         plan_pieces({name: each.detach() for name, each in masters.items()}, self._group)
         restore(self.session, folder, manifest, batches)
+        check_state(self.session, manifest.step, batches, state_tensors(self.session), self._group)
         self._saved_step = manifest.step
         self._tell_resumed(folder, manifest)
         return manifest.step
@@ -83,9 +88,14 @@ class Checkpointer:
             self.save(step, batches)
 
     def save(self, step: int, batches: Batches) -> None:
-        """Copy the state of now, and write it while training goes on (or at once, as set)."""
+        """Copy the state of now, and write it while training goes on (or at once, as set). Raises
+        PeerError, and writes nothing, if the ranks have come to differ."""
         self._join()
+        assert self._claim is not None
+        claim = self._claim
+        claim.check()
         tensors = state_tensors(self.session)
+        check_state(self.session, step, batches, tensors, self._group)
         if self._pieces is None:
             self._pieces = plan_pieces(tensors, self._group)
         staged = self._pieces.stage(tensors)
@@ -96,12 +106,11 @@ class Checkpointer:
             state=plain_state(self.session, batches),
             files=(),
             tensors=self._pieces.tensors,
+            epoch=claim.epoch,
         )
         self._saved_step = step
-        keep, directory, group = self.config.keep, self.directory, self._group
-        self._writing = Background(
-            lambda: write_checkpoint(manifest, staged, directory, keep, group)
-        )
+        keep, group = self.config.keep, self._group
+        self._writing = Background(lambda: write_checkpoint(manifest, staged, claim, keep, group))
         if not self.config.background:
             self._join()
 
@@ -132,6 +141,8 @@ class Checkpointer:
         self._tell(
             str(outcome), {"action": "failed" if outcome.error else "saved"} | asdict(outcome)
         )
+        if self._claim is not None and (outcome.error or outcome.warning):
+            self._claim.check()  # a full disk passes, a directory that was taken over does not
 
     def _tell_resumed(self, folder: Path, manifest: Manifest) -> None:
         changes = changed_settings(self.session.config, manifest)
@@ -147,7 +158,7 @@ class Checkpointer:
         said: Any = None
         if self.session.rank == 0:
             try:
-                done = files.recover(self.directory)
+                done = self._recover()
                 said = [files.saved_steps(self.directory), done, ""]
             except OSError as error:
                 said = [[], [], f"{error.strerror or error}"]
@@ -161,6 +172,13 @@ class Checkpointer:
             text = f"{self.directory}: a run was cut off while writing: {'; '.join(done)}"
             self._tell(text, {"action": "recovered", "done": done})
         return steps
+
+    def _recover(self) -> list[str]:
+        """A run that only reads leaves the directory of a live one alone."""
+        if self._claim is not None:
+            self._claim.check()
+            return files.recover(self.directory)
+        return [] if holder(self.directory) else files.recover(self.directory)
 
     def _newest_good(self, steps: list[int]) -> tuple[Path | None, Manifest | None]:
         damaged: list[Path] = []
@@ -182,7 +200,8 @@ class Checkpointer:
 
     def _set_aside(self, damaged: list[Path]) -> None:
         """Else they would count as the newest when old ones are removed."""
-        if self.config.every and self.session.rank == 0:
+        if self._claim is not None and self.session.rank == 0:
+            self._claim.check()
             for folder in damaged:
                 files.set_aside(folder)
 
@@ -194,12 +213,15 @@ class Checkpointer:
         return folder, manifest
 
     def _checked(self, folder: Path) -> tuple[Manifest | None, str]:
-        """The manifest if all files are sound, each looked at by one rank; else why not."""
+        """The manifest if all files are sound; else why not. Each file is looked at by one of the
+        ranks that see one folder: hosts with a disk of their own look at all of theirs."""
         manifest, digest, reason = None, "", ""
+        views = gather_json(files.view_of(folder), self._group)
+        seen_alike = [rank for rank, view in enumerate(views) if view == views[self.session.rank]]
         try:
             manifest = files.read_manifest(folder)
             digest = files.digest_of(asdict(manifest))
-            own = manifest.files[self.session.rank :: self.session.world_size]
+            own = manifest.files[seen_alike.index(self.session.rank) :: len(seen_alike)]
             for file in own:
                 files.check_file(folder, file)
             check_headers(folder, manifest, [file.name for file in own])

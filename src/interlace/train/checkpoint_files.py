@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from interlace.train.checkpoint_manifest import (
 )
 
 _STEP = re.compile(r"step-(\d{8})")
-_UNFINISHED = re.compile(r"\.step-\d{8}\.(tmp|gone)")
+_UNFINISHED = re.compile(r"\.step-\d{8}(\.epoch-\d+)?\.(tmp|gone)")
 _REPLACED = re.compile(r"\.(step-\d{8})\.replaced")
 # A thousand ranks with a thousand tensors each need about 0.2 GB.
 MOST_MANIFEST_BYTES = 1 << 30
@@ -61,9 +62,17 @@ def saved_steps(directory: Path) -> list[int]:
     return sorted(found, reverse=True)
 
 
-def temporary_folder(directory: Path, step: int) -> Path:
-    """Where the files of a new checkpoint are written; made if it is not there."""
-    folder = directory / f".{folder_name(step)}.tmp"
+def temporary_path(directory: Path, step: int, epoch: int) -> Path:
+    """Where the files of a new checkpoint are written.
+
+    A rank of an earlier epoch that still runs cannot reach into it by its name.
+    """
+    return directory / f".{folder_name(step)}.epoch-{epoch}.tmp"
+
+
+def temporary_folder(directory: Path, step: int, epoch: int) -> Path:
+    """That folder, made if it is not there."""
+    folder = temporary_path(directory, step, epoch)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -80,9 +89,10 @@ def seal(path: Path) -> SavedFile:
         )
 
 
-def commit(folder: Path, manifest: Manifest) -> Path:
+def commit(folder: Path, manifest: Manifest, check: Callable[[], None]) -> Path:
     """Turn a temporary folder with all its files into the checkpoint; returns its new path.
 
+    `check` raises if this run may not write there any more; it is called last of all.
     OSError if it cannot be; then there is no such checkpoint, and earlier ones are untouched.
     """
     body = asdict(manifest)
@@ -94,6 +104,7 @@ def commit(folder: Path, manifest: Manifest) -> Path:
     _sync_folder(folder)
     final = folder.parent / folder_name(manifest.step)
     replaced = folder.parent / f".{final.name}.replaced"
+    check()
     if final.exists():
         final.rename(replaced)
     folder.rename(final)
@@ -110,10 +121,14 @@ def discard(folder: Path) -> None:
     shutil.rmtree(gone)
 
 
-def drop_oldest(directory: Path, keep: int) -> list[int]:
-    """Discard all but the newest `keep` checkpoints (0 keeps all); returns the steps that went."""
+def drop_oldest(directory: Path, keep: int, check: Callable[[], None]) -> list[int]:
+    """Discard all but the newest `keep` checkpoints (0 keeps all); returns the steps that went.
+
+    `check` raises if this run may not remove them; it is called before each.
+    """
     dropped = saved_steps(directory)[keep:] if keep else []
     for step in dropped:
+        check()
         discard(directory / folder_name(step))
     return dropped
 
@@ -159,6 +174,15 @@ def read_manifest(folder: Path) -> Manifest:
     if named and int(named[1]) != manifest.step:
         raise Damaged(folder, f"it holds the state after step {manifest.step}")
     return manifest
+
+
+def view_of(folder: Path) -> list[int]:
+    """Numbers that are equal for all who see the same folder, and differ for a copy of it."""
+    try:
+        facts = (folder / MANIFEST).stat()
+    except OSError:
+        return []
+    return [facts.st_ino, facts.st_size, facts.st_mtime_ns]
 
 
 def check_file(folder: Path, file: SavedFile) -> None:

@@ -62,6 +62,8 @@ class Manifest:
     """Plain values: data position, schedule, versions."""
     files: tuple[SavedFile, ...]
     tensors: dict[str, SavedTensor]
+    epoch: int = 0
+    """Which claim of the directory wrote it (claims.py); 0 if it does not say."""
 
 
 def piece_key(name: str, offsets: tuple[int, ...], *, whole: bool) -> str:
@@ -100,6 +102,7 @@ def parse_manifest(data: Any) -> Manifest:
         state=_table(body.get("state"), "state"),
         files=files,
         tensors=tensors,
+        epoch=_count(body.get("epoch", 0), "epoch"),
     )
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from interlace.config import RunConfig
 from interlace.errors import InputError
+from interlace.run_files import RUN
 from interlace.train.checkpoint_files import Damaged, folder_name, read_manifest, saved_steps
 from interlace.train.checkpoint_manifest import MANIFEST, Manifest
+from interlace.train.claims import Claim, Claims
 from interlace.train.metrics import FILE_NAME as METRICS
 from interlace.train.metrics import read_metrics
 
@@ -21,6 +23,18 @@ _TOLD = ("model.vocab_size", "model.dropout")
 def checkpoint_directory(config: RunConfig) -> Path:
     """Where a run keeps its checkpoints."""
     return Path(config.checkpoint.directory or Path(config.output.directory) / "checkpoints")
+
+
+def claims_of(config: RunConfig, token: str) -> Claims:
+    """The rights to write that a run needs; nothing is taken yet."""
+    output = Claim(Path(config.output.directory), "output.directory", token)
+    directory = checkpoint_directory(config)
+    if not config.checkpoint.every:
+        return Claims(output, None)
+    if directory.resolve() == output.directory.resolve():
+        return Claims(output, output)
+    field = "checkpoint.directory" if config.checkpoint.directory else "output.directory"
+    return Claims(output, Claim(directory, field, token))
 
 
 def can_resume(config: RunConfig) -> bool:
@@ -38,7 +52,7 @@ def was_cut_off(config: RunConfig) -> bool:
         return False
     directory = Path(config.output.directory)
     try:
-        earlier = tomllib.loads((directory / "run.toml").read_text(encoding="utf-8"))
+        earlier = tomllib.loads((directory / RUN).read_text(encoding="utf-8"))
         events = read_metrics(directory / METRICS)
     except (OSError, ValueError, InputError):  # not a run of ours, or it has not begun
         return False
@@ -48,17 +62,22 @@ def was_cut_off(config: RunConfig) -> bool:
     return not any(each["event"] == "end" or each.get("action") == "saved" for each in events)
 
 
-def check_request(config: RunConfig) -> None:
-    """Raise InputError if checkpoints cannot be written or taken up as asked. First rank only."""
+def check_request(config: RunConfig) -> int:
+    """Raise InputError if checkpoints cannot be written or taken up as asked. First rank only.
+
+    Returns the epoch of the newest checkpoint in the run's directory, 0 if there is none.
+    """
     directory = checkpoint_directory(config)
     steps = saved_steps(directory)
+    newest = _newest(directory, steps)
+    epoch = newest.epoch if newest else 0
     if not config.checkpoint.resume:
         if config.checkpoint.every and steps:
             raise InputError(
                 f"{directory} holds checkpoints of an earlier run, up to step {steps[0]}",
                 hint='set checkpoint.resume = "latest", or another checkpoint.directory',
             )
-        return
+        return epoch
     if config.checkpoint.resume != "latest":
         manifest = _named(config)
         if config.checkpoint.every and steps and steps[0] > manifest.step:
@@ -68,8 +87,9 @@ def check_request(config: RunConfig) -> None:
                 hint="set checkpoint.directory to another folder, or move the newer ones away",
             )
         check_model(config, manifest)
-    elif newest := _newest(directory, steps):
+    elif newest:
         check_model(config, newest)
+    return epoch
 
 
 def check_model(config: RunConfig, manifest: Manifest) -> None:

@@ -144,7 +144,12 @@ class CheckpointReader(StorageReader):
         for item in plan.items:
             by_file.setdefault(self._pieces[item.storage_index].file, []).append(item)
         for name, items in sorted(by_file.items()):
-            with safe_open(self.folder / name, framework="pt") as file:
+            try:
+                opened = safe_open(self.folder / name, framework="pt")
+            except FileNotFoundError as error:  # it was there when it was checked
+                reason = f"{name} was removed just now, by the run that writes there or by hand"
+                raise Damaged(self.folder, reason) from error
+            with opened as file:
                 for item in items:
                     box = _box(file, self._pieces[item.storage_index].key, item)
                     target = planner.resolve_tensor(item)

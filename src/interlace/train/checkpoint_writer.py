@@ -15,6 +15,7 @@ from interlace.train import checkpoint_files as files
 from interlace.train.checkpoint_exchange import gather_json
 from interlace.train.checkpoint_manifest import Manifest, SavedFile
 from interlace.train.checkpoint_storage import file_name
+from interlace.train.claims import Claim, ClaimLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class Background:
 def write_checkpoint(
     manifest: Manifest,
     staged: dict[str, Tensor],
-    directory: Path,
+    claim: Claim,
     keep: int,
     group: dist.ProcessGroup | None,
 ) -> Outcome:
@@ -83,13 +84,13 @@ def write_checkpoint(
     """
     began = time.monotonic_ns()
     rank = dist.get_rank(group)
-    own, error = _write_own(manifest.step, staged, directory, rank)
+    own, error = _write_own(manifest, staged, claim, rank)
     everyone = gather_json([asdict(own) if own else None, error], group)
     written = tuple(SavedFile(**file) for file, _ in everyone if file)
     errors = [f"rank {number}: {text}" for number, (_, text) in enumerate(everyone) if text]
     said: Any = None
     if rank == 0:
-        said = _commit(replace(manifest, files=written), errors, directory, keep)
+        said = _commit(replace(manifest, files=written), errors, claim, keep)
     error, warning, dropped = gather_json(said, group)[0]
     return Outcome(
         step=manifest.step,
@@ -102,13 +103,14 @@ def write_checkpoint(
 
 
 def _write_own(
-    step: int, staged: dict[str, Tensor], directory: Path, rank: int
+    manifest: Manifest, staged: dict[str, Tensor], claim: Claim, rank: int
 ) -> tuple[SavedFile | None, str]:
     """This rank's file, or why there is none."""
     from safetensors.torch import save_file  # noqa: PLC0415  only runs with checkpoints have it
 
     try:
-        folder = files.temporary_folder(directory, step)
+        claim.check()
+        folder = files.temporary_folder(claim.directory, manifest.step, manifest.epoch)
         if not staged:
             return None, ""
         path = folder / file_name(rank)
@@ -119,21 +121,21 @@ def _write_own(
 
 
 def _commit(
-    manifest: Manifest, errors: list[str], directory: Path, keep: int
+    manifest: Manifest, errors: list[str], claim: Claim, keep: int
 ) -> tuple[str, str, list[int]]:
     """(error, warning, dropped steps); on the first rank only."""
-    folder = files.temporary_folder(directory, manifest.step)
+    folder = files.temporary_path(claim.directory, manifest.step, manifest.epoch)
     try:
         if errors:
             raise OSError(errors[0])
         _check_seen(folder, manifest.files)
-        files.commit(folder, manifest)
+        files.commit(folder, manifest, claim.check)
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)  # makes room on a full disk
         return _reason(error), "", []
     try:
-        return "", "", files.drop_oldest(directory, keep)
-    except OSError as error:
+        return "", "", files.drop_oldest(claim.directory, keep, claim.check)
+    except (OSError, ClaimLost) as error:
         return "", f"older ones could not be removed: {_reason(error)}", []
 
 

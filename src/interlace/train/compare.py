@@ -104,7 +104,7 @@ def _take_turn(
 ) -> None:
     _load(session, result.state)
     set_step(session.schedule, step)
-    dist.barrier()
+    _synchronise(session)  # what `_load` copies on a device is no part of the step
     wall, cpu = time.perf_counter_ns(), time.process_time_ns()
     session.engines[mode].number = step
     losses = session.engines[mode].step(batches)

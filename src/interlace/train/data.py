@@ -139,6 +139,7 @@ class Dataset:
         width = config.sequence_length + 1
         total = len(tokens.records) // width
         held_out = held_out_mask(total, config.held_out)
+        self._latest_order: tuple[int, np.ndarray] | None = None
         self._train = np.flatnonzero(~held_out)
         self._held_out = np.flatnonzero(held_out)
         if not len(self._train) or not len(self._held_out):
@@ -195,10 +196,14 @@ class Dataset:
         return [self.take(part) for part in chosen.reshape(count, micro_batch_size)]
 
     def order(self, epoch: int) -> np.ndarray:
-        """Sample numbers of one shuffled pass, int64 [train_samples]."""
-        # Raw Philox output is the same in every numpy version; Generator.permutation need not be.
-        raw = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
-        return self._train[np.argsort(raw.random_raw(self.train_samples), kind="stable")]
+        """Sample numbers of one shuffled pass, int64 [train_samples]; the latest one is kept."""
+        if self._latest_order is None or self._latest_order[0] != epoch:
+            # Raw Philox output is the same in every numpy version; Generator.permutation need not
+            # be.
+            raw = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
+            order = np.argsort(raw.random_raw(self.train_samples), kind="stable")
+            self._latest_order = epoch, self._train[order]
+        return self._latest_order[1]
 
     def take(self, samples: np.ndarray) -> Batch:
         """Tokens and targets (the next tokens), each int64 [len(samples), sequence_length]."""
@@ -265,6 +270,11 @@ class Batches(Iterator[Batch]):
         samples = np.array([self._sample(place) for place in range(first, first + size)])
         self.position += size * self._num_shards
         return self._dataset.take(samples)
+
+    def order_digest(self) -> str:
+        """A hash of the pass from which the next sample comes. 1 s for 100 million samples."""
+        order = self._dataset.order(self.position // self._dataset.train_samples)
+        return hashlib.sha256(order.tobytes()).hexdigest()
 
     def _sample(self, place: int) -> int:
         epoch, index = divmod(place, self._dataset.train_samples)

@@ -8,6 +8,7 @@ compared bit by bit.
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from interlace.parallel.meshes import Meshes
 from interlace.parallel.tensor import finish_gradients, loss_context
 from interlace.runtime.eager_recorder import EagerRecorder
 from interlace.runtime.executor import Batch, local
-from interlace.runtime.recorder import Recorder, clock_for
+from interlace.runtime.recorder import Clock, Recorder, clock_for
 from interlace.runtime.strands import Strands
 from interlace.train.weights import MasterWeights
 
@@ -53,7 +54,6 @@ class Draws:
     seed: int = 0
     data_rank: int = 0
     """Numbers the ranks that see other tokens."""
-    tensor_rank: int = 0
 
 
 class EagerEngine:
@@ -159,12 +159,15 @@ class StrandEngine:
             step=self.number,
             micro_batch=micro_batch,
             data_rank=self.draws.data_rank,
-            tensor_rank=self.draws.tensor_rank,
         )
+
+    @cached_property
+    def _clock(self) -> Clock:
+        """Keeps the streams on which it stamps collectives over all recorded steps."""
+        return clock_for(next(iter(self.buffers.values())).device.type)
 
     def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline:
         """The same graphs, run by the recorder's interpreter."""
-        device = next(iter(self.buffers.values())).device.type
-        recorder = Recorder(self.strands.op_graphs, clock_for(device))
+        recorder = Recorder(self.strands.op_graphs, self._clock.restarted())
         self._step(batches, recorder)
         return recorder.timeline(label, rank)

@@ -12,13 +12,18 @@ from pathlib import Path
 import torch
 
 import interlace
+from interlace import run_files
 from interlace.ir import plan as plans
 from interlace.ir import store
 from interlace.train.session import Session, link_label
 
 
 def describe_environment(session: Session, directory: Path) -> None:
-    """Write environment.json, the resolved run.toml and, if there are, costs and plan."""
+    """Write environment.json, the resolved run.toml and, if there are, costs and plan.
+
+    What a run that this one goes on with has left of these, and the recorded steps of ranks that
+    are no more, are removed: the report would show them as this run's.
+    """
     import tomli_w  # noqa: PLC0415  only runs that write files need it
 
     config = session.config
@@ -37,14 +42,18 @@ def describe_environment(session: Session, directory: Path) -> None:
         "command": os.environ.get("INTERLACE_COMMAND") or shlex.join(sys.argv),
     }
     text = json.dumps(facts, indent=1) + "\n"
-    (directory / "environment.json").write_text(text, encoding="utf-8")
-    (directory / "run.toml").write_text(tomli_w.dumps(config.as_dict()), encoding="utf-8")
+    found = {run_files.ENVIRONMENT: text, run_files.RUN: tomli_w.dumps(config.as_dict())}
     if session.costs is not None:
-        store.save(session.costs, directory / "costs.json")
+        found[run_files.COSTS] = store.dumps(session.costs)
     if session.strands is not None and session.strands.listing is not None:
-        listing = json.dumps(session.strands.listing.as_dict(), indent=1) + "\n"
-        (directory / "decompose.json").write_text(listing, encoding="utf-8")
+        found[run_files.DECOMPOSE] = json.dumps(session.strands.listing.as_dict(), indent=1) + "\n"
     if session.plan is not None and session.strands is not None:
-        graphs = session.strands.op_graphs
-        table = plans.to_text(session.plan, graphs)
-        (directory / "plan.txt").write_text(table, encoding="utf-8")
+        found[run_files.PLAN] = plans.to_text(session.plan, session.strands.op_graphs)
+    for name in (run_files.COSTS, run_files.DECOMPOSE, run_files.PLAN):
+        if name not in found:  # of the run that this one goes on with
+            (directory / name).unlink(missing_ok=True)
+    for name, content in found.items():
+        store.write_whole(directory / name, content.encode())
+    for path in run_files.timeline_files(directory):
+        if run_files.rank_of(path) >= session.world_size:
+            path.unlink()

@@ -1,5 +1,6 @@
 """The training loop and what it writes."""
 
+import contextlib
 import json
 import math
 import sys
@@ -10,17 +11,24 @@ from typing import Any
 
 import torch
 
+from interlace import run_files
 from interlace.config import RunConfig, Strands
 from interlace.errors import InputError, RunError
 from interlace.ir import store
+from interlace.ir.noise import noise_of
 from interlace.ir.timeline import Timeline
-from interlace.models.transformers_model import flops_per_token
 from interlace.report.tables import comparison_lines
 from interlace.runtime.executor import Batch
 from interlace.runtime.signals import StopFlag, agreed
 from interlace.sim.step import simulate_step
 from interlace.train.checkpoint import Checkpointer
-from interlace.train.checkpoint_request import can_resume, check_request, was_cut_off
+from interlace.train.checkpoint_request import (
+    can_resume,
+    check_request,
+    claims_of,
+    was_cut_off,
+)
+from interlace.train.claims import RESTART_WAIT_S, WAIT_S, Claims, new_token
 from interlace.train.compare import compare, update
 from interlace.train.environment import describe_environment
 from interlace.train.fallback import Trial
@@ -28,10 +36,10 @@ from interlace.train.metrics import (
     MetricsWriter,
     bits_per_byte,
     in_bits,
-    model_flops_per_token,
     peak_flops,
     step_line,
 )
+from interlace.train.model_flops import flops_per_token
 from interlace.train.proof import proof_rows, proof_table
 from interlace.train.session import Session, vocabulary
 
@@ -45,8 +53,9 @@ def say(session: Session, text: str) -> None:
 class Trainer:
     """Takes a session through its steps; the first rank writes metrics and files."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, claims: Claims) -> None:
         self.session = session
+        self.claims = claims
         config = session.config
         self.config = config
         self.directory = Path(config.output.directory)
@@ -62,14 +71,17 @@ class Trainer:
         self.last_recorded: Timeline | None = None
         self.trial = Trial(config, config.strands)
         if session.rank == 0:
+            claims.output.check()
             # Not before: a run that cannot start must not cost the user an earlier one.
-            for path in [] if can_resume(config) else _earlier_run(self.directory):
-                path.unlink()
+            if not can_resume(config):
+                _remove_results(self.directory)
             describe_environment(session, self.directory)
-            self.metrics = MetricsWriter(self.directory, tensorboard=config.output.tensorboard)
-        self.flops_per_token = _flops_per_token(session)
+            self.metrics = MetricsWriter(
+                self.directory, tensorboard=config.output.tensorboard, claim=claims.output
+            )
         self.peak_flops = _peak(config, session.device)
-        self.checkpoints = Checkpointer(session, self._tell_checkpoint)
+        self.flops_per_token = self._flops_per_token()
+        self.checkpoints = Checkpointer(session, self._tell_checkpoint, claims.checkpoints)
 
     def run(self, stop: StopFlag) -> str:
         """Train to the end, or until a signal. Returns why it ended."""
@@ -114,7 +126,8 @@ class Trainer:
             return ""
         count, graphs = self.config.train.micro_batches, session.strands.op_graphs
         step_ms = simulate_step(session.plan, graphs, session.costs, count).length_ns / 1e6
-        return f": {step_ms:.0f} ms predicted for the {count} micro-batches of a step"
+        noisy = ", from noisy times" if noise_of(session.costs) else ""
+        return f": {step_ms:.0f} ms predicted for the {count} micro-batches of a step{noisy}"
 
     def _step(self, step: int) -> None:
         session, config = self.session, self.config
@@ -201,8 +214,9 @@ class Trainer:
         for timeline in timelines:
             self._keep(timeline, compared=True)
         if session.rank == 0:
-            path = self.directory / "comparison.json"
-            path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            self.claims.output.check()
+            text = json.dumps(summary, indent=1) + "\n"
+            store.write_whole(self.directory / run_files.COMPARISON, text.encode())
         for line in comparison_lines(summary):
             say(session, line)
         short = {key: value for key, value in summary.items() if key != "modes"}
@@ -223,29 +237,34 @@ class Trainer:
 
     def _keep(self, timeline: Timeline, *, compared: bool = False) -> None:
         """The comparison's timelines belong to its figures and are not replaced by later ones."""
-        folder = self.directory / "timelines"
+        folder = self.directory / run_files.TIMELINES
         self._compared |= {timeline.label} if compared else set()
         if compared or timeline.label not in self._compared:
-            store.save(timeline, folder / f"{timeline.label}-rank{self.session.rank}.json")
+            self.claims.output.check()
+            store.save(
+                timeline, folder / run_files.timeline_name(timeline.label, self.session.rank)
+            )
 
     def _tell_checkpoint(self, text: str, values: dict[str, Any]) -> None:
         say(self.session, text)
         self.write("checkpoint", **values)
 
+    def _flops_per_token(self) -> int | None:
+        """On the first rank, which writes metrics; None where there will be no MFU."""
+        session = self.session
+        if session.rank or not self.peak_flops:
+            return None
+        flops, reason = flops_per_token(
+            self.config, vocabulary(self.config, session.dataset.vocab_size)
+        )
+        if reason:
+            say(session, f"MFU is not shown: {reason}")
+        return flops
+
     def write(self, event: str, **values: Any) -> None:
         """One line of metrics.jsonl, on the first rank."""
         if self.metrics is not None:
             self.metrics.write(event, **values)
-
-
-def _flops_per_token(session: Session) -> int | None:
-    """Of forward and backward; None for a model whose work cannot be told from its weights."""
-    config = session.config
-    length = config.data.sequence_length
-    if config.model.source == "hugging_face":
-        return flops_per_token(session.weights.module.get_submodule("model"), length)
-    size = vocabulary(config, session.dataset.vocab_size)
-    return model_flops_per_token(config.model, size, length)
 
 
 def _peak(config: RunConfig, device: torch.device) -> float | None:
@@ -256,29 +275,55 @@ def _peak(config: RunConfig, device: torch.device) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), config.train.dtype)
 
 
-def claim_directory(config: RunConfig) -> None:
-    """Make the output directory; refuse one that holds another run. First rank only."""
-    check_request(config)
+def claim_directory(config: RunConfig) -> Claims:
+    """Take the output directory, and that of checkpoints if there will be any, for this run.
+
+    First rank only. Refuses a directory in which another run is live, or that holds another run.
+    """
     directory = Path(config.output.directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"output.directory = {config.output.directory!r} cannot be made: {error.strerror}",
-            hint="choose another output.directory",
-        ) from error
-    replaces = config.output.overwrite or can_resume(config) or was_cut_off(config)
-    if _earlier_run(directory) and not replaces:
-        raise InputError(
-            f"output.directory = {config.output.directory!r} holds an earlier run",
-            hint="choose another output.directory, or set output.overwrite = true",
-        )
+    wait_s = RESTART_WAIT_S if config.checkpoint.resume else WAIT_S
+    with contextlib.ExitStack() as refused:
+        claims = claims_of(config, new_token())
+        refused.callback(claims.release)
+        claims.output.take(wait_s)
+        newest_epoch = check_request(config)
+        replaces = config.output.overwrite or can_resume(config) or was_cut_off(config)
+        if run_files.records_of(directory) and not replaces:
+            raise InputError(
+                f"output.directory = {config.output.directory!r} holds an earlier run",
+                hint="choose another output.directory, or set output.overwrite = true",
+            )
+        if claims.separate is not None:
+            claims.separate.take(wait_s)  # not before: it makes the folder
+            newest_epoch = check_request(config)  # of which nothing can change any more
+            claims.separate.begin(newest_epoch)
+        claims.output.begin(newest_epoch)
+        refused.pop_all()
+    return claims
 
 
-def _earlier_run(directory: Path) -> list[Path]:
-    """Files of a run that was written into this directory."""
-    names = ("metrics.jsonl", "comparison.json", "plan.txt", "costs.json", "environment.json")
-    names += ("decompose.json",)
-    paths = [directory / name for name in names]
-    paths += sorted((directory / "timelines").glob("*.json"))
-    return [path for path in paths if path.exists()]
+def join_claims(config: RunConfig, token: str, epoch: int) -> Claims:
+    """What the first rank claimed, for another rank; `epoch` is that of checkpoints.
+
+    A rank with an output directory of its own takes that, unless a rank beside it has already.
+    """
+    claims = claims_of(config, token)
+    claims.output.take(RESTART_WAIT_S if config.checkpoint.resume else WAIT_S).begin()
+    if claims.checkpoints is not None:
+        claims.checkpoints.epoch = epoch
+    return claims
+
+
+def _remove_results(directory: Path) -> None:
+    """Of the run that was written into this directory before, which is said; first rank only."""
+    results = run_files.results_of(directory)
+    if not results:
+        return
+    names = ", ".join(sorted({str(path.relative_to(directory).parts[0]) for path in results}))
+    print(
+        f"{directory} holds the results of an earlier run, which this one replaces: {names}",
+        file=sys.stderr,
+        flush=True,
+    )
+    for path in results:
+        path.unlink()

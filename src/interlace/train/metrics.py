@@ -8,12 +8,16 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from interlace.config import ModelConfig
 from interlace.errors import InputError, RunError
+from interlace.run_files import METRICS, TENSORBOARD
 
-FILE_NAME = "metrics.jsonl"
+if TYPE_CHECKING:
+    from interlace.train.claims import Claim
+
+FILE_NAME = METRICS
 # Durations from here on are shown in whole milliseconds.
 WHOLE_MS = 10
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -59,8 +63,13 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return None
 
 
-def model_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: int) -> int:
-    """FLOPs of forward and backward per token: 6 N + 12 layers width sequence_length.
+FEED_FORWARD_MATRICES = {"llama": 3, "gpt": 2}
+"""Gate, up and down, or up and down; the formula below holds for these architectures only."""
+
+
+def model_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: int) -> int | None:
+    """FLOPs of forward and backward per token: 6 N + 12 layers width sequence_length. None for an
+    architecture that this formula does not know.
 
     N are the parameters of matmuls: attention, feed-forward and head; norms and the embedding
     look-up do not count. As in PaLM (appendix B), attention counts in full although a causal
@@ -68,7 +77,9 @@ def model_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: 
     """
     kv_width = model.width // model.heads * model.kv_heads
     attention = 2 * model.width * model.width + 2 * model.width * kv_width
-    matrices = 3 if model.architecture == "llama" else 2  # gate, up and down, or up and down
+    matrices = FEED_FORWARD_MATRICES.get(model.architecture)
+    if matrices is None or model.source != "interlace":
+        return None
     feed_forward = matrices * model.width * model.ffn_width
     parameters = model.layers * (attention + feed_forward) + model.width * vocab_size
     return 6 * parameters + 12 * model.layers * model.width * sequence_length
@@ -138,11 +149,15 @@ class MetricsWriter:
     it could not be written.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool) -> None:
-        """Make the folder and the file; InputError if the extra `tensorboard` is missing."""
+    def __init__(self, directory: Path, *, tensorboard: bool, claim: "Claim | None" = None) -> None:
+        """Make the folder and the file; InputError if the extra `tensorboard` is missing.
+
+        With a `claim`, a `write` after another run has taken the folder over raises ClaimLost.
+        """
         self.path = directory / FILE_NAME
         # Looked for first, so that its absence leaves no folder behind.
         summary_writer = _summary_writer() if tensorboard else None
+        self._claim = claim
         self._tensorboard: Any = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -150,7 +165,7 @@ class MetricsWriter:
             # Unbuffered: a line that failed must not be tried again at close.
             self._file = self.path.open("ab", buffering=0)
             if summary_writer is not None:
-                self._tensorboard = summary_writer(log_dir=str(directory / "tensorboard"))
+                self._tensorboard = summary_writer(log_dir=str(directory / TENSORBOARD))
         except OSError as error:
             raise InputError(
                 f"cannot write {self.path}: {error.strerror}",
@@ -162,6 +177,8 @@ class MetricsWriter:
 
         An event with a `step` also sends its numbers to TensorBoard, as event/key.
         """
+        if self._claim is not None:
+            self._claim.check()
         values = {key: _each(value, _plain) for key, value in values.items()}
         record = {"event": event, "unix_time_s": round(time.time(), 3), **values}
         line = json.dumps(_each(record, _finite), allow_nan=False, separators=(",", ":"))

@@ -1,19 +1,19 @@
 """Open a session: model, data, weights and optimizer, then graphs, costs, plans and engines."""
 
-import os
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import deterministic
 
 from interlace.config import Mode, RunConfig, modes_of
-from interlace.cost.profile import cached, machine_id
+from interlace.cost.cache import cached
+from interlace.cost.profile import machine_id
 from interlace.decompose.apply import Decompose
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
+from interlace.graphs.wide_sums import wide_sums
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan, read
 from interlace.parallel.data import data_layout
@@ -23,12 +23,14 @@ from interlace.rules import check, resolve_layout
 from interlace.runtime.executor import Batch
 from interlace.runtime.passes import choose_passes, trace_candidates
 from interlace.runtime.profile import profile_strands
+from interlace.runtime.replicas import random_state
 from interlace.runtime.rival import inductor_plan
 from interlace.runtime.strands import Strands, build_strands
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
-from interlace.train.build import build_module, published_shape
+from interlace.train.build import build_module, overridden_shape, published_shape
 from interlace.train.data import open_dataset
+from interlace.train.device import check_device, claim_device, limit_waits
 from interlace.train.engines import Draws, EagerEngine, Engine, StrandEngine
 from interlace.train.fully_sharded import FullyShardedEngine, sharded_twin
 from interlace.train.memory import memory_limits
@@ -39,7 +41,6 @@ from interlace.train.session import (
     Session,
     cache_directory,
     decompose_of,
-    device_type,
     link_label,
     vocabulary,
 )
@@ -68,11 +69,14 @@ def open_graphs(config: RunConfig) -> Session:
 
 def _open(config: RunConfig) -> tuple[Session, nn.Module | None]:
     check(config)
-    config = published_shape(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    given, config = config, published_shape(config)
+    if rank == 0 and (overridden := overridden_shape(given, config)):
+        print(overridden, file=sys.stderr, flush=True)
     config = resolve_layout(config, world_size)
-    _prepare_torch(config)
-    device = _device()
+    torch.set_num_threads(config.train.threads)
+    device = claim_device(config)  # again, where the process group is not `session`'s
+    check_device(config, device)
     dataset = open_dataset(
         config.data,
         seed=config.train.seed,
@@ -82,8 +86,10 @@ def _open(config: RunConfig) -> tuple[Session, nn.Module | None]:
     )
     vocab_size = vocabulary(config, dataset.vocab_size)
     meshes = build_meshes(config.parallel, device.type)
+    limit_waits((meshes.layout, meshes.weights))
     torch.manual_seed(config.train.seed)
     module = build_module(config, meshes, vocab_size, device)
+    drawn = random_state(device)
     dtype, reduce_dtype = DTYPES[config.train.dtype], DTYPES[config.train.reduce_dtype]
     data = data_layout(module, config.parallel, meshes, reduce_dtype)
     twin = None
@@ -93,31 +99,9 @@ def _open(config: RunConfig) -> tuple[Session, nn.Module | None]:
     optimizer = build_optimizer(weights.parameters, config.optimizer)
     schedule = build_schedule(optimizer, config.optimizer, config.train.steps)
     session = Session(
-        config, rank, world_size, device, meshes, dataset, weights, optimizer, schedule
+        config, rank, world_size, device, meshes, dataset, weights, optimizer, schedule, drawn
     )
     return session, twin
-
-
-def _prepare_torch(config: RunConfig) -> None:
-    torch.set_num_threads(config.train.threads)
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        # Filling every fresh tensor with NaN would cost a write of all activations.
-        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _device() -> torch.device:
-    if device_type() == "cpu":
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    if index >= torch.cuda.device_count():
-        raise InputError(
-            f"local rank {index} has no GPU: this host has {torch.cuda.device_count()}",
-            hint="start at most one rank per GPU",
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def _trace(session: Session, example: Batch, *, strands: int, plain: bool = False) -> None:
@@ -133,10 +117,22 @@ def _trace(session: Session, example: Batch, *, strands: int, plain: bool = Fals
     reason = session.candidates.all.not_repeated
     if reason and session.rank == 0:
         print(f"all layers are traced: {reason}", file=sys.stderr)
+    _say_if_rounded(session)
     session.constants = {**session.weights.constants(), **session.weights.buffers()}
     whole = isinstance(session.engines.get("eager"), EagerEngine)
     if data is not None and data.gathers_each and not whole:
         session.weights.drop_whole()
+
+
+def _say_if_rounded(session: Session) -> None:
+    dtype = DTYPES[session.config.train.dtype]
+    is_narrow = dtype != torch.float32 and session.device.type == "cuda"
+    if is_narrow and session.rank == 0 and dtype not in wide_sums(session.device):
+        print(
+            f"gradients of matmuls are rounded to {session.config.train.dtype} before they are "
+            f"summed: torch {torch.__version__} cannot add them to float32 on this GPU",
+            file=sys.stderr,
+        )
 
 
 def _build_engines(session: Session, twin: nn.Module | None) -> None:
@@ -174,6 +170,7 @@ def _strands(session: Session, example: Batch, decompose: Decompose | None) -> S
             recompute=policy_of(config.train),
             repeat=config.model.source == "interlace",
             decompose=decompose,
+            wide_sums=wide_sums(session.device),
         )
 
 
@@ -192,11 +189,7 @@ def _chosen(session: Session, example: Batch) -> Strands:
 def _draws(session: Session) -> Draws:
     meshes = session.meshes
     data_rank = meshes.data_rank * meshes.context.size() + meshes.context.get_local_rank()
-    return Draws(
-        seed=session.config.train.seed,
-        data_rank=data_rank,
-        tensor_rank=meshes.tensor.get_local_rank(),
-    )
+    return Draws(seed=session.config.train.seed, data_rank=data_rank)
 
 
 def _can_fully_shard(config: RunConfig) -> bool:
@@ -275,4 +268,5 @@ def _measured_costs(session: Session, strands: Strands, example: Batch) -> CostT
             repeats=config.plan.profile_repeats,
             machine=machine,
         ),
+        say=lambda text: print(text, file=sys.stderr, flush=True),
     )

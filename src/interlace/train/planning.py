@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from interlace import run_files
 from interlace.config import RunConfig, parse_rate, world_of
 from interlace.cost.analytic import MachineModel, analytic_costs, measure_this_machine
 from interlace.cost.site_times import computed_times
@@ -27,11 +28,13 @@ from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
 from interlace.ir import store
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
+from interlace.ir.noise import noise_of
 from interlace.ir.plan import to_text
 from interlace.models.transformers_model import published_sizes
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import axis_sizes, build_meshes
 from interlace.parallel.tensor import loss_context
+from interlace.report.costs import warning
 from interlace.report.files import write_whole
 from interlace.report.plan_figures import compare_searches
 from interlace.report.plan_json import plan_json
@@ -40,7 +43,8 @@ from interlace.report.plan_tables import plan_summary
 from interlace.rules import check, resolve_layout
 from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
 from interlace.runtime.strands import Strands, build_strands
-from interlace.train.build import build_module, published_shape
+from interlace.train.build import build_module, overridden_shape, published_shape
+from interlace.train.claims import refuse_in_live_run
 from interlace.train.memory import constant_bytes, memory_limits
 from interlace.train.session import DTYPES, vocabulary
 from interlace.train.tokens import open_tokenizer
@@ -65,7 +69,9 @@ def plan_command(
     Raises InputError for a configuration, a cost file or an output that cannot work.
     """
     check(config)
-    config = published_shape(config)
+    given, config = config, published_shape(config)
+    if overridden := overridden_shape(given, config):
+        _say(overridden)
     _check_request(config, cost, interpolate=interpolate)
     _check_outputs({"--output": output, "--json": json, "--picture": picture}, cost)
     table = _read_costs(cost) if cost else None
@@ -100,6 +106,7 @@ def plan_command(
     if json is not None:
         about = {"source": costs.source, "digest": costs.digest, "machine": costs.machine}
         about |= {"file": str(cost) if cost else "", "description": origin}
+        about |= {"noise": noise_of(costs)}
         _write(json, plan_json(comparison, costs=about, run=config.as_dict()).encode())
     if picture is not None:
         subtitle = f"{describe_model(config)}; costs: {origin.splitlines()[0]}"
@@ -208,7 +215,7 @@ def measured_costs(
     pair = strands.pair
     times = table.of(pair, interpolate=interpolate)
     missing = {op.key: op for op in pair.operators if op.key not in table.operators}
-    origin = f"{table.source}, {where}"
+    origin = "\n".join(filter(None, [f"{table.source}, {where}", warning(table)]))
     if not missing:
         return table, origin
     estimates = {key: cost_of(op, times[op.id]) for key, op in missing.items()}
@@ -265,7 +272,7 @@ def _check_request(config: RunConfig, cost: Path | None, *, interpolate: bool) -
     if interpolate and cost is None:
         raise InputError(
             "--interpolate estimates what a cost file lacks, and none was given",
-            hint="add --cost cost.json",
+            hint=f"add --cost {run_files.COSTS}",
         )
 
 
@@ -284,6 +291,7 @@ def _check_outputs(outputs: Mapping[str, Path | None], cost: Path | None) -> Non
                 f"{taken[whole]} and {option} are both {path}", hint="give each a name of its own"
             )
         taken[whole] = option
+        refuse_in_live_run(whole)
         above = next(parent for parent in whole.parents if parent.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise InputError(

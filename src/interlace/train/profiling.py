@@ -13,12 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from interlace.config import CompareConfig, RunConfig
+from interlace.cost.again import least_noisy
 from interlace.cost.agreement import agree, broadcast_text, is_first_rank
 from interlace.cost.profile import machine_id, measure
 from interlace.cost.slowdown import shared_links
 from interlace.errors import InputError
 from interlace.ir import store
 from interlace.ir.costs import CostTable
+from interlace.ir.noise import excess_of_spread, noise_of, without_noise
 from interlace.ir.timeline import Timeline
 from interlace.report.costs import cost_summary
 from interlace.runtime.agreement import check_agreement
@@ -39,7 +41,9 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class Files:
+    """Where a profile is written, and whether what is there is to be replaced."""
+
     output: Path
     again: bool
 
@@ -61,17 +65,17 @@ def profile_command(config: RunConfig, output: Path, *, again: bool, progress: P
     or machines. Returns the exit code.
     """
     config = replace(config, strands="1", compare=CompareConfig(steps=0))  # one micro-batch will do
-    return run_rank(config, partial(_profile, config, _Files(output, again), progress))
+    return run_rank(config, partial(_profile, config, Files(output, again), progress))
 
 
-def _profile(config: RunConfig, files: _Files, progress: Progress, stop: StopFlag) -> int:
+def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag) -> int:
     session = open_graphs(config)
     assert session.candidates is not None
     strands = session.candidates.whole
     check_agreement({"data": session.dataset.digest, "graph": strands.digest})
     machine = machine_id(session.device.type, link_label(config))
     empty = CostTable(operators={}, source="profile", graph_digest=strands.digest, machine=machine)
-    table, is_current = _starting_point(files, empty)
+    table, is_current = starting_point(files, empty)
     first = is_first_rank()
     if is_current:
         if first:
@@ -94,7 +98,7 @@ def _profile(config: RunConfig, files: _Files, progress: Progress, stop: StopFla
 
 
 def _measure_all(
-    session: Session, table: CostTable, files: _Files, progress: Progress, stop: StopFlag
+    session: Session, table: CostTable, files: Files, progress: Progress, stop: StopFlag
 ) -> CostTable:
     assert session.candidates is not None
     strands = session.candidates.whole
@@ -127,18 +131,16 @@ def _alone(profiler: Profiler, stop: StopFlag) -> CostTable:
     begin = time.perf_counter_ns()
     run_once()
     pass_ns = agree({"pass": time.perf_counter_ns() - begin})["pass"]
-    repeats = int(PASSES_BUDGET_NS / max(pass_ns, 1))
-    table = measure(
-        run_once,
-        profiler.graphs,
-        repeats=min(MOST_PASSES, max(FEWEST_PASSES, repeats)),
-        machine="",
-        graph_digest="",
-    )
-    return on_busy_links(profiler, table)
+    repeats = min(MOST_PASSES, max(FEWEST_PASSES, int(PASSES_BUDGET_NS / max(pass_ns, 1))))
+
+    def once() -> CostTable:
+        graphs = profiler.graphs
+        return measure(run_once, graphs, repeats=repeats, machine="", graph_digest="")
+
+    return on_busy_links(profiler, least_noisy(once, excess_of_spread))
 
 
-def _starting_point(files: _Files, empty: CostTable) -> tuple[CostTable, bool]:
+def starting_point(files: Files, empty: CostTable) -> tuple[CostTable, bool]:
     """(what is measured already, whether that is all), as the first rank finds it on disk.
 
     A mistake is raised on every rank alike.
@@ -158,17 +160,29 @@ def _starting_point(files: _Files, empty: CostTable) -> tuple[CostTable, bool]:
     )
 
 
-def _found(files: _Files, empty: CostTable) -> tuple[CostTable, bool]:
+def _found(files: Files, empty: CostTable) -> tuple[CostTable, bool]:
     if files.output.exists():
         table = store.load(files.output, CostTable)  # never replace what is no cost table
         if not files.again:
             _require_same(table, empty, files.output)
-            return table, True
+            return _trusted(table, files.output)
     if files.partial.exists() and not files.again:
-        table = store.load(files.partial, CostTable)
+        try:
+            table = store.load(files.partial, CostTable)
+        except InputError as error:  # of another version, say: what it holds is measured again
+            print(f"{error.message}; starting afresh", file=sys.stderr)
+            return empty, False
         _require_same(table, empty, files.partial)
         return table, False
     return empty, False
+
+
+def _trusted(table: CostTable, path: Path) -> tuple[CostTable, bool]:
+    """`table` without what is noisy in it, and whether that is all of it."""
+    reasons = noise_of(table)
+    if reasons:
+        print(f"{path} is measured again in part: {'; '.join(reasons)}", file=sys.stderr)
+    return without_noise(table), not reasons
 
 
 def _require_same(table: CostTable, wanted: CostTable, path: Path) -> None:

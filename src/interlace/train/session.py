@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,11 +21,15 @@ from interlace.lab import links
 from interlace.parallel.context import local_positions
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
 from interlace.parallel.tensor import loss_context
+from interlace.runtime.attempt import meet
 from interlace.runtime.executor import Batch
 from interlace.runtime.passes import Candidates
 from interlace.runtime.site_times import MeasuredTimes
+from interlace.runtime.startup import meeting_bound
 from interlace.runtime.strands import Strands
+from interlace.runtime.watchdog import Watchdog
 from interlace.train.data import Batches, Dataset
+from interlace.train.device import BACKENDS, NCCL_TIMEOUT, claim_device
 from interlace.train.engines import Engine, StrandEngine
 from interlace.train.memory import constant_bytes
 from interlace.train.weights import MasterWeights
@@ -40,16 +44,30 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def cache_directory(name: str) -> Path:
     """`$XDG_CACHE_HOME/interlace/NAME`, by default below ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError as error:  # a user of no name, as in some containers
+            raise InputError(
+                "there is no home directory to keep tokens and measured times in",
+                hint="set XDG_CACHE_HOME to a folder that can be written",
+            ) from error
     return Path(base) / "interlace" / name
 
 
 @contextmanager
-def process_group(config: RunConfig) -> Iterator[dist.Store]:
-    """The default process group of this job, and its store."""
-    backend = "nccl" if device_type() == "cuda" else "gloo"
+def process_group(config: RunConfig, *, process_ends: bool = False) -> Iterator[dist.Store]:
+    """The default process group of this attempt of the job, and a store of its own; ranks watch
+    each other meanwhile.
+
+    `process_ends` says that the process ends right after, which rank 0 then sees to. Raises
+    PeerError if another rank is at fault.
+    """
+    device = claim_device(config)
+    backend = BACKENDS[device.type]
     if config.link.rate:
-        if backend == "nccl":
+        if device.type == "cuda":
             raise InputError(
                 "link.rate emulates a link between CPU processes, and this machine has a GPU",
                 hint="set CUDA_VISIBLE_DEVICES= to train on the CPU, or link.rate to empty",
@@ -59,19 +77,58 @@ def process_group(config: RunConfig) -> Iterator[dist.Store]:
     if "RANK" not in os.environ:  # a single process needs no launcher
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         os.environ.update(alone)
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=60))))
+    with meeting_bound(config.watchdog.start_s):
+        store, rank, world_size = meet(config.watchdog.start_s)
+    watchdog = _watchdog(config, store, rank, world_size, process_ends=process_ends)
+    build = partial(_build_group, backend, device, store, rank, world_size)
+    if watchdog is None:
+        build()
+        try:
+            yield store
+        finally:
+            dist.destroy_process_group()
+        return
+    with watchdog:
+        with watchdog.bounded("building its process group", config.watchdog.start_s):
+            build()
+        try:
+            with watchdog.reporting():
+                yield store
+        finally:
+            with watchdog.bounded("taking down its process group", config.watchdog.end_s):
+                dist.destroy_process_group()
+
+
+def _build_group(
+    backend: str, device: torch.device, store: dist.Store, rank: int, world_size: int
+) -> None:
     dist.init_process_group(
-        backend, store=dist.PrefixStore("default", store), rank=rank, world_size=world_size
+        backend,
+        store=dist.PrefixStore("default", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=NCCL_TIMEOUT if device.type == "cuda" else None,
     )
-    try:
-        yield store
-    finally:
-        dist.destroy_process_group()
 
 
-def device_type() -> str:
-    """`cuda` where there is a GPU, else `cpu`."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _watchdog(
+    config: RunConfig, store: dist.Store, rank: int, world_size: int, *, process_ends: bool
+) -> Watchdog | None:
+    """What watches the ranks from here to their end; None for one rank, or if that is off."""
+    if world_size == 1 or not config.watchdog.enabled:
+        return None
+    limits = config.watchdog
+    return Watchdog(
+        store,
+        rank,
+        world_size,
+        heartbeat_s=limits.heartbeat_s,
+        dead_after_s=limits.dead_after_s,
+        busy_s=limits.busy_s,
+        start_s=limits.start_s,
+        end_s=limits.end_s,
+        process_ends=process_ends,
+    )
 
 
 def link_label(config: RunConfig) -> str:
@@ -95,6 +152,9 @@ class Session:
     weights: MasterWeights
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
+    drawn: bytes = b""
+    """Where the random generators stood when the model was built, as a digest: ranks that hold
+    different parts of it must have drawn them from the same whole."""
     candidates: Candidates | None = None
     """What `strands` were chosen from."""
     strands: Strands | None = None

@@ -145,7 +145,7 @@ class MasterWeights:
                 continue
             if parameter not in shared:
                 part = local(parameter)
-                shared[parameter] = torch.zeros(part.shape, dtype=self.dtype, device=part.device)
+                shared[parameter] = torch.zeros_like(part, dtype=self.dtype)
             found["gradient", name] = shared[parameter]
         if self.data is not None:
             found |= {

@@ -1,20 +1,24 @@
 """One rank of a training job, from the process group to the last line."""
 
+import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
 from interlace.config import RunConfig
+from interlace.cost.agreement import broadcast_text
 from interlace.errors import InputError
-from interlace.runtime.agreement import check_agreement, environment_fields
 from interlace.runtime.signals import StopFlag
-from interlace.runtime.watchdog import Watchdog
+from interlace.runtime.startup import leave
+from interlace.train.agreement import check_built, check_software
 from interlace.train.build import published_shape
-from interlace.train.loop import Trainer, claim_directory
+from interlace.train.claims import Claims
+from interlace.train.loop import Trainer, claim_directory, join_claims
 from interlace.train.opening import open_session
-from interlace.train.session import Session, process_group
+from interlace.train.session import process_group
 
 SAME_MISTAKE_S = 0.5
 """Less than the 0.75 s after which the watchdog ends a rank whose peer has failed."""
@@ -30,25 +34,17 @@ def run_rank(config: RunConfig, work: Callable[[StopFlag], int]) -> int:
 
     Raises InterlaceError on failure; a mistake that all ranks see is told by the first one only.
     """
-    with StopFlag() as stop, process_group(config) as store:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        if world_size == 1 or not config.watchdog.enabled:
-            return _agreed_work(config, work, stop, store)
-        with Watchdog(
-            store,
-            rank,
-            world_size,
-            heartbeat_s=config.watchdog.heartbeat_s,
-            dead_after_s=config.watchdog.dead_after_s,
-        ):
-            return _agreed_work(config, work, stop, store)
+    with StopFlag() as stop, process_group(config, process_ends=True) as store:
+        rank = dist.get_rank()
+        code = _agreed_work(config, work, stop, store)
+    leave(store, rank, config.watchdog.end_s)
+    return code
 
 
 def _agreed_work(
     config: RunConfig, work: Callable[[StopFlag], int], stop: StopFlag, store: dist.Store
 ) -> int:
-    # Before anything is built: with other shapes on one rank the first collective would hang.
-    check_agreement(_configuration(config) | environment_fields())
+    check_software(config)
     try:
         return work(stop)
     except InputError as error:
@@ -58,12 +54,29 @@ def _agreed_work(
 
 
 def _train(config: RunConfig, stop: StopFlag) -> int:
-    if dist.get_rank() == 0:
-        claim_directory(published_shape(config))  # a checkpoint holds the shape in full
-    session = open_session(config)
-    check_agreement(_built(session))
-    Trainer(session).run(stop)
+    with _claimed(config) as claims:
+        session = open_session(config)
+        check_built(session)
+        Trainer(session, claims).run(stop)
     return 0
+
+
+def _claimed(config: RunConfig) -> Claims:
+    """The directories of this run, claimed by the first rank. Collective; a refusal is raised on
+    every rank alike."""
+    claims: Claims | None = None
+    answer: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        try:
+            claims = claim_directory(published_shape(config))  # a checkpoint holds it in full
+            epoch = claims.checkpoints.epoch if claims.checkpoints else 0
+            answer = {"token": claims.output.token, "epoch": epoch}
+        except InputError as error:
+            answer = {"message": error.message, "hint": error.hint}
+    answer = json.loads(broadcast_text(json.dumps(answer)))
+    if "message" in answer:
+        raise InputError(answer["message"], hint=answer["hint"])
+    return claims or join_claims(config, answer["token"], answer["epoch"])
 
 
 def _first_rank_says(error: InputError, store: dist.Store) -> bool:
@@ -78,22 +91,3 @@ def _first_rank_says(error: InputError, store: dist.Store) -> bool:
             return store.get(key).decode() == error.message
         time.sleep(0.02)
     return False
-
-
-def _configuration(config: RunConfig) -> dict[str, str]:
-    """Every value by its name in the run file; only where files are written may differ."""
-    fields = {}
-    for table, values in config.as_dict().items():
-        if isinstance(values, dict) and table != "output":
-            fields |= {f"{table}.{key}": str(value) for key, value in values.items()}
-        elif table != "output":
-            fields[table] = str(values)
-    return fields
-
-
-def _built(session: Session) -> dict[str, str]:
-    """What must be equal on all ranks before the first step, besides the configuration."""
-    fields = {"data": session.dataset.digest}
-    if session.strands is not None:
-        fields["graph"] = session.strands.digest
-    return fields | {f"plan of mode {mode}": plan.digest for mode, plan in session.plans.items()}

@@ -1,0 +1,79 @@
+"""How a rank ends its process when its main thread cannot: with a message, at once, by a code."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+PEER_EXIT_CODE = 43
+"""Another rank is at fault, and the main thread was blocked."""
+START_EXIT_CODE = 44
+"""The ranks did not meet in time, and the main thread was blocked."""
+STORE_EXIT_CODE = 45
+"""The store cannot be reached, and the main thread was blocked."""
+
+LAST_WORDS_S = 0.5
+_TICK_S = 0.1
+
+
+def end_process(message: str, exit_code: int, on_exit: Callable[[str], None] | None = None) -> None:
+    """Ends this process from any thread, after half a second at most for `on_exit` and stdout."""
+    os.write(2, f"error: {message}\n".encode())  # sys.stderr may be locked by a blocked thread
+
+    def last_words() -> None:
+        if on_exit is not None:
+            on_exit(message)
+        sys.stdout.flush()
+
+    thread = threading.Thread(target=last_words, daemon=True)
+    thread.start()
+    thread.join(timeout=LAST_WORDS_S)
+    os._exit(exit_code)
+
+
+def end_without_shutdown() -> None:
+    """Ends the process where the interpreter's shutdown would abort it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class Task:
+    """What a rank is at, for how long it may be, and for how long it was seen to be."""
+
+    def __init__(self, what: str, within_s: float) -> None:
+        self.what, self.within_s = what, within_s
+        self._spent_s, self._last_look = 0.0, time.monotonic()
+
+    def is_late(self, most_s: float) -> bool:
+        """Counts at most `most_s` since the last look: not a pause of this process."""
+        now = time.monotonic()
+        self._spent_s += min(now - self._last_look, most_s)
+        self._last_look = now
+        return self._spent_s > self.within_s
+
+
+@contextmanager
+def bounded(within_s: float, message: str) -> Iterator[None]:
+    """Ends the process with `message` when what is inside takes longer than `within_s`.
+
+    For native calls that block: no thread can free them, and their own time limits do not always
+    fire. Counts only time in which this process ran: after a pause nothing is late.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        task = Task(message, within_s)
+        while not done.wait(timeout=_TICK_S):
+            if task.is_late(2 * _TICK_S):
+                end_process(message, START_EXIT_CODE)
+
+    thread = threading.Thread(target=watch, name="interlace-start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

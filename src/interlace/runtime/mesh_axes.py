@@ -1,0 +1,76 @@
+"""What the axes of a user's mesh mean for a step: names of lanes, replicas, who sees which data."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from interlace.config import ParallelConfig
+from interlace.errors import InputError
+from interlace.graphs.collectives import group_of, is_collective
+from interlace.graphs.spread import ranks_of
+from interlace.ir.phases import BACKWARD, FORWARD
+from interlace.parallel.data import Axis, DataLayout, replicated_layout
+from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS
+from interlace.runtime.strands import Strands
+
+
+def axis_of_group(mesh: DeviceMesh | None) -> dict[str, str]:
+    """Axis name by process-group name; axes without names are `axis0`, `axis1`, ..."""
+    if mesh is None:
+        return {}
+    names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
+    return {mesh.get_group(index).group_name: name for index, name in enumerate(names)}
+
+
+def replicas_of(
+    module: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype
+) -> DataLayout | None:
+    """How gradients are summed over ranks that hold the same weights; None if there are none, or
+    if parameters lie on that axis themselves and so say how their gradients add up."""
+    names = (mesh.mesh_dim_names if mesh is not None else None) or ()
+    on_axis = {
+        name
+        for parameter in module.parameters()
+        if isinstance(parameter, DTensor)
+        for name in parameter.device_mesh.mesh_dim_names or ()
+    }
+    sizes = {
+        name: mesh.size(index)
+        for index, name in enumerate(names)
+        if mesh is not None and name not in on_axis
+    }
+    if sizes.get(SHARD_AXIS, 1) > 1:
+        raise InputError(
+            f"mesh has the axis {SHARD_AXIS} of {sizes[SHARD_AXIS]} ranks, and compile_step shards "
+            "no weights",
+            hint=f"name the axis {REPLICATE_AXIS} to average gradients over it; interlace train "
+            "shards weights (parallel.data_shard)",
+        )
+    if mesh is None or sizes.get(REPLICATE_AXIS, 1) == 1:
+        return None
+    axis = Axis(str(mesh.get_group(REPLICATE_AXIS).group_name), sizes[REPLICATE_AXIS])
+    return replicated_layout(module, axis, dtype, bucket_mib=ParallelConfig().bucket_mib)
+
+
+def data_rank_of(mesh: DeviceMesh | None, strands: Strands) -> int:
+    """Which of the ranks that see other data this one is: those along axes over which the model
+    neither lays out parameters nor exchanges anything, and along `dp_replicate`."""
+    if mesh is None:
+        return 0
+    shared = {
+        ranks_of(str(parameter.device_mesh.get_group(axis).group_name))
+        for parameter in strands.module.parameters()
+        if isinstance(parameter, DTensor)
+        for axis in range(parameter.device_mesh.ndim)
+    }
+    for name in (FORWARD, BACKWARD):
+        nodes = strands.graphs[name].graph.nodes
+        shared |= {ranks_of(group_of(node)) for node in nodes if is_collective(node)}
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    found = 0
+    for axis in range(mesh.ndim):
+        is_replicas = names[axis] == REPLICATE_AXIS
+        if is_replicas or ranks_of(str(mesh.get_group(axis).group_name)) not in shared:
+            found = found * mesh.size(axis) + mesh.get_local_rank(axis)
+    return found

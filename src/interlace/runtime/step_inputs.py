@@ -1,0 +1,91 @@
+"""What a user gives to `compile_step` and to a step, checked before anything is built or run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from interlace.errors import InputError
+from interlace.ir.phases import FORWARD
+from interlace.parallel.meshes import REPLICATE_AXIS
+from interlace.runtime.executor import Batch
+from interlace.runtime.strands import Strands
+
+
+def check_wrappers(module: nn.Module) -> None:
+    """Raise InputError if a sub-module is wrapped by what works through autograd's hooks."""
+    for name, each in module.named_modules():
+        if isinstance(each, (FSDPModule, DistributedDataParallel)):
+            by = "fully_shard" if isinstance(each, FSDPModule) else "DistributedDataParallel"
+            raise InputError(
+                f"{name or 'the module'} is under {by}, which exchanges gradients by hooks of "
+                "autograd, and a traced step has no autograd",
+                hint=f"leave {by} out: a mesh axis {REPLICATE_AXIS} averages gradients, and "
+                "interlace train shards weights (parallel.data_shard)",
+            )
+
+
+def check_loss(strands: Strands) -> None:
+    """Raise InputError unless the traced loss is one number that depends on a parameter."""
+    loss = strands.graphs[FORWARD].outputs[0].meta["val"]
+    if loss.shape or not loss.is_floating_point():
+        raise InputError(
+            f"loss_fn gives {_described(loss)}, not one number",
+            hint="return the mean of the losses",
+        )
+    if not strands.parameters:
+        raise InputError(
+            "the loss depends on no parameter that requires a gradient",
+            hint="check loss_fn, requires_grad and torch.no_grad",
+        )
+
+
+def check_example(example: Batch) -> None:
+    """Raise InputError unless this is a tuple of plain tensors."""
+    if not isinstance(example, tuple) or not example:
+        raise InputError(
+            f"example_inputs is a {type(example).__name__}, not a tuple of tensors",
+            hint="give one batch, as in (images, labels)",
+        )
+    for index, value in enumerate(example):
+        strided = isinstance(value, Tensor) and value.layout == torch.strided
+        if not strided or isinstance(value, DTensor) or value.requires_grad:
+            what = "a tensor that requires a gradient" if isinstance(value, Tensor) else ""
+            if isinstance(value, Tensor) and not strided:
+                what = f"a tensor of layout {value.layout}"
+            raise InputError(
+                f"example_inputs[{index}] is {what or type(value).__name__}, not a plain tensor",
+                hint="pass tensors that need no gradient; other values belong into loss_fn or "
+                "the module",
+            )
+
+
+def check_batches(micro_batches: Sequence[Batch], example: Batch) -> None:
+    """Raise InputError unless each micro-batch has the shapes, dtypes and device of `example`."""
+    if not micro_batches:
+        raise InputError("there is no micro-batch", hint="pass a list of at least two")
+    wanted = [_described(tensor) for tensor in example]
+    for index, batch in enumerate(micro_batches):
+        if not isinstance(batch, (tuple, list)):
+            raise InputError(
+                f"micro-batch {index} is a {type(batch).__name__}, not a tuple of tensors",
+                hint="pass a list of batches, each as example_inputs was",
+            )
+        found = [_described(tensor) for tensor in batch]
+        if found != wanted:
+            raise InputError(
+                f"micro-batch {index} is ({', '.join(found)}), and the step was compiled for "
+                f"({', '.join(wanted)})",
+                hint="make all micro-batches alike (drop_last=True), or compile another step",
+            )
+
+
+def _described(tensor: Any) -> str:
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} on {tensor.device}"

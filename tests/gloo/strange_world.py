@@ -1,0 +1,191 @@
+"""Runs a module of somebody else by `compile_step` and beside it a twin by eager autograd.
+
+The twin is whole and sits in one process; the module is laid out over the ranks, or copied to
+each of them. Both take two optimizer steps, with a change between them if the case has one. What
+may come out: equal losses and equal whole gradients in both steps, or a refusal by name.
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import interlace
+from interlace.config import PlanConfig
+from interlace.errors import InterlaceError
+from interlace.ir.costs import CostTable, cost_of
+from interlace.runtime.strands import Strands
+
+Batch = tuple[Tensor, ...]
+
+
+def made_up_costs(strands: Strands, *_: Any, **__: Any) -> CostTable:
+    """In place of measured times, which take longer than all else: every operator takes 10 us and
+    every collective 100."""
+    operators = {
+        op.key: cost_of(op, 100_000 if op.is_collective else 10_000)
+        for graph in strands.op_graphs.values()
+        for op in graph.operators
+    }
+    return CostTable(operators=operators, source="by hand", graph_digest=strands.digest)
+
+
+QUICK = PlanConfig(cache=False)
+MICRO_BATCHES = 4
+LEARNING_RATE = 0.05
+RIGHT = "right"
+
+
+def call(module: nn.Module, *batch: Tensor) -> Tensor:
+    """The loss of a module that returns one number."""
+    return module(*batch)
+
+
+def squares(module: nn.Module, *batch: Tensor) -> Tensor:
+    """The mean square of what a module returns: every output has a gradient of its own."""
+    return module(*batch).square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module from outside, how it is trained, and what must come of it."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    """The whole module, with seeded weights."""
+    batch: Callable[[], Batch]
+    """One micro-batch, drawn anew at each call."""
+    loss: Callable[..., Tensor] = squares
+    lay_out: Callable[[nn.Module, DeviceMesh], object] | None = None
+    """Lays the module out over a mesh of one dimension; None: a copy on each rank, and the ranks
+    share the micro-batches among them."""
+    change: Callable[[nn.Module], object] | None = None
+    """What happens to module and twin between the two steps."""
+    refused: str = ""
+    """Pattern of the refusal; empty if the numbers must be right."""
+    bound: float = 1e-10
+    """Largest difference of a gradient over the largest gradient; the default is for float64."""
+
+
+class Wrong(Exception):
+    """Other numbers than the twin's."""
+
+
+def outcomes(case: Case, mesh: DeviceMesh | None) -> list[str]:
+    """What comes of one and of two strands, and whether their bits are equal."""
+    found, bits = [], []
+    for strands in (1, 2):
+        try:
+            bits.append(_trained(case, mesh, strands))
+            found.append(RIGHT)
+        except InterlaceError as error:
+            found.append(f"refused: {type(error).__name__}: {error}")
+        except Wrong as error:
+            found.append(f"wrong with {strands} strand(s): {error}")
+        except Exception as error:  # told as an outcome: the other cases go on
+            found.append(f"crashed with {strands} strand(s): {type(error).__name__}: {error}")
+    if len(bits) == 2 and not all(torch.equal(*pair) for pair in zip(*bits, strict=True)):
+        found.append("two strands have other bits than one")
+    return found
+
+
+def _trained(case: Case, mesh: DeviceMesh | None, strands: int) -> list[Tensor]:
+    """Losses and gradients of both steps. Raises Wrong if they are not the twin's."""
+    module, twin = (_seeded(case.make) for _ in range(2))  # a copy would lose gradient hooks
+    batches = [case.batch() for _ in range(MICRO_BATCHES)]
+    mine = batches
+    if mesh is not None and case.lay_out is not None:
+        case.lay_out(module, mesh)
+    elif mesh is not None:
+        mine = batches[mesh.get_local_rank() :: mesh.size()]
+    with mock.patch("interlace.api.profile_strands", made_up_costs):
+        step = interlace.compile_step(
+            module, case.loss, mine[0], mesh=mesh, strands=strands, config=QUICK
+        )
+    found: list[Tensor] = []
+    for number in (1, 2):
+        wanted = _eager(case, twin, batches)
+        step(mine)
+        own = [
+            wanted[index]
+            for index in range(MICRO_BATCHES)
+            if any(batches[index] is each for each in mine)
+        ]
+        found += [*step.losses, *_gradients(module).values()]
+        _compare_losses(case, number, step.losses, own)
+        _compare_gradients(case, number, module, twin)
+        for each in (module, twin):
+            torch.optim.SGD(each.parameters(), lr=LEARNING_RATE).step()
+            each.zero_grad()
+            if case.change is not None and number == 1:
+                case.change(each)
+    return [each.detach().clone() for each in found]
+
+
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return make()
+
+
+def _eager(case: Case, twin: nn.Module, batches: list[Batch]) -> list[Tensor]:
+    losses = []
+    for batch in batches:
+        loss = case.loss(twin, *batch)
+        (loss / len(batches)).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients of all parameters that have one, by name."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            assert isinstance(parameter, DTensor)
+            if gradient.placements != parameter.placements:
+                raise Wrong(f"{name}: gradient {gradient.placements} of {parameter.placements}")
+            gradient = gradient.full_tensor()
+        if gradient is not None:
+            found[name] = gradient.detach().clone()
+    return found
+
+
+def _compare_losses(case: Case, number: int, found: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        if not torch.allclose(one, other, rtol=case.bound, atol=case.bound):
+            raise Wrong(f"step {number}: loss {float(one)}, eager {float(other)}")
+
+
+def _compare_gradients(case: Case, number: int, module: nn.Module, twin: nn.Module) -> None:
+    found, wanted = _gradients(module), _gradients(twin)
+    if found.keys() != wanted.keys():
+        raise Wrong(f"step {number}: gradients of {sorted(found)}, eager {sorted(wanted)}")
+    largest = max(float(each.abs().max()) for each in wanted.values() if each.numel())
+    for name, gradient in found.items():
+        other = wanted[name]
+        if (gradient.shape, gradient.dtype) != (other.shape, other.dtype):
+            raise Wrong(f"step {number}: {name} has a gradient of {gradient.dtype}{gradient.shape}")
+        if gradient.numel() == 0:
+            continue
+        error = float((gradient - other).abs().max())
+        if not error <= case.bound * largest:
+            raise Wrong(f"step {number}: gradient of {name} is off by {error} of {largest}")
+
+
+def mesh_of(case: Case) -> DeviceMesh | None:
+    """All ranks as one axis: of tensor-parallel ranks, or of copies."""
+    world = int(os.environ["WORLD_SIZE"])
+    if world == 1 and case.lay_out is None:
+        return None
+    name = "dp_replicate" if case.lay_out is None else "tp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return init_device_mesh("cpu", (world,), mesh_dim_names=(name,))
