@@ -22,10 +22,10 @@ from interlace.cost.cache import cached
 from interlace.cost.profile import machine_id
 from interlace.decompose.listing import Listing
 from interlace.errors import InputError
-from interlace.graphs.dropout import seeds_for, takes_seeds
+from interlace.graphs.dropout import seeds_for
 from interlace.graphs.wide_sums import wide_sums
+from interlace.ir.actions import Action
 from interlace.ir.costs import CostTable
-from interlace.ir.phases import FORWARD
 from interlace.ir.plan import Plan, read
 from interlace.ir.timeline import Timeline
 from interlace.parallel.data import DataLayout
@@ -41,6 +41,7 @@ from interlace.runtime.profile import profile_strands
 from interlace.runtime.recorder import Recorder, clock_for
 from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
 from interlace.runtime.strands import Strands, build_strands
+from interlace.schedules.finder import Schedule, ScheduleFunction, find
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
 from interlace.train.memory import memory_limits
@@ -57,6 +58,7 @@ def compile_step(
     *,
     mesh: DeviceMesh | None = None,
     strands: int = 2,
+    schedule: str | ScheduleFunction = "",
     config: PlanConfig | None = None,
     overlap: OverlapConfig | None = None,
     per_rank: Collection[str] = (),
@@ -67,8 +69,10 @@ def compile_step(
     and all later ones have its shapes, dtypes and device. The module is on its device and laid out
     over ranks; `mesh` names the axes of its collectives. Gradients are averaged over an axis
     `dp_replicate`, whose ranks hold equal weights and see different data. `strands=1` runs the
-    same graphs one micro-batch after the other. `config` says how the order is found, `overlap`
-    whether collectives are cut into sends under partial matmuls (default: they are left whole).
+    same graphs one micro-batch after the other. `schedule` takes the place of `strands`:
+    `one_strand`, `two_strand`, `folded`, or a function of your own (docs/concepts/schedules.md),
+    itself or as `"module:function"`. `config` says how the order is found, `overlap` whether
+    collectives are cut into sends under partial matmuls (default: they are left whole).
     Masks of dropout follow from torch's seed at this call, and the step and micro-batch.
     `per_rank` names plain parameters and buffers (patterns, as `"experts.*"`) of which each rank
     holds its own; all others must be equal on all ranks of `mesh`, as `Step.check_ranks` says.
@@ -87,6 +91,7 @@ def compile_step(
     with refused_together():
         if strands not in (1, 2):
             raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
+        found = find(schedule or ("one_strand", "two_strand")[strands - 1])
         check_example(example_inputs)
         check_current(example_inputs[0].device)
         check_wrappers(module)
@@ -98,7 +103,7 @@ def compile_step(
     # Where times decide what is decomposed, ranks exchange them while they trace.
     with nullcontext() if overlap.decompose == "auto" else refused_together():
         data = replicas_of(chunk, mesh, dtype)
-        candidates = _traced(chunk, example_inputs, mesh, data, dtype, overlap, strands)
+        candidates = _traced(chunk, example_inputs, mesh, data, dtype, overlap, found)
         whole = candidates.whole
         check_loss(whole)
         assert whole.reads is not None
@@ -107,14 +112,14 @@ def compile_step(
     gradients = ParameterGradients(
         chunk, whole.parameters, whole.placements, dtype, replicas=data is not None
     )
-    if strands == 1:
-        planned = Planned(whole, whole.sequential, None)
+    if found.name == "one_strand":
+        planned = Planned(whole, whole.sequential, None, found)
     else:
         limits = memory_limits(RunConfig(plan=config), chunk, data)
-        planned = _planned(candidates, example_inputs, gradients, config, overlap, limits)
+        planned = _planned(candidates, example_inputs, gradients, config, overlap, limits, found)
     data_rank = data_rank_of(mesh, planned.strands)
     step = Step(planned, gradients, binding, example_inputs, data_rank, alike)
-    check_agreement({"plan": step.plan.digest})
+    check_agreement({"plan": step.plan.digest, "schedule": step.schedule_digest})
     warn_of_other_bits(step.nondeterminism)
     return step
 
@@ -125,6 +130,7 @@ class Planned(NamedTuple):
     strands: Strands
     plan: Plan
     costs: CostTable | None
+    schedule: Schedule
 
 
 class Step:
@@ -152,14 +158,14 @@ class Step:
         data_rank: int,
         alike: ModuleAgreement,
     ) -> None:
-        strands, self.plan, self.costs = planned
+        strands, self.plan, self.costs, self._schedule = planned
         self.decomposed = strands.listing
         self.losses = []
         self._strands = strands
         self._gradients = gradients
         self._binding = binding
         self._example = example
-        self._executor = strands.executor(self.plan, gradients.constants)
+        self._executor = strands.executor(self.plan, gradients.constants, self._schedule)
         self._clock = clock_for(example[0].device.type)
         self._number = 0
         self._data_rank = data_rank
@@ -175,6 +181,16 @@ class Step:
         the same memory, so clone what is needed longer.
         """
         return self._run(micro_batches, None)
+
+    def actions(self, micro_batches: int) -> tuple[Action, ...]:
+        """What this rank runs in a step of so many micro-batches, action by action; `print` shows
+        which forward and backward each of them puts together."""
+        return self._schedule.actions(micro_batches, self._strands.parts, head=bool(self.plan.head))
+
+    @property
+    def schedule_digest(self) -> str:
+        """A hash of the actions, equal on all ranks."""
+        return self._schedule.digest(self._strands.parts, head=bool(self.plan.head))
 
     def check_ranks(self) -> None:
         """Raise PeerError, naming weight and ranks, if parameters or buffers have come to differ
@@ -200,7 +216,7 @@ class Step:
             self._executor.rebind({**self._strands.buffers(), **self._gradients.constants})
         self._gradients.begin()
         self._number += 1
-        if takes_seeds(self._strands.graphs[FORWARD]):
+        if self._strands.takes_seeds:
             micro_batches = [
                 (*batch, self._seeds(index)) for index, batch in enumerate(micro_batches)
             ]
@@ -238,7 +254,7 @@ def _traced(
     data: DataLayout | None,
     dtype: torch.dtype,
     overlap: OverlapConfig,
-    strands: int,
+    schedule: Schedule,
 ) -> Candidates:
     device = example[0].device
     trace = partial(
@@ -249,7 +265,7 @@ def _traced(
         lambda decompose: trace(decompose=decompose),
         decompose_of(overlap, device),
         overlap.passes,
-        strands=strands,
+        schedule=schedule,
     )
 
 
@@ -260,17 +276,18 @@ def _planned(
     config: PlanConfig,
     overlap: OverlapConfig,
     limits: MemoryLimits,
+    schedule: Schedule,
 ) -> Planned:
-    """The plan of two strands: the user's own, or one by measured times."""
+    """The plan of this schedule: the user's own, or one by measured times."""
     if config.file:
         plan = read(Path(config.file))
-        return Planned(candidates.made_for(plan), plan, None)
+        return Planned(candidates.made_for(plan), plan, None, schedule)
     costs = _measured_costs(candidates.whole, example, gradients, config)
     traced = candidates.whole
     if overlap.passes != "ends":
         traced = choose_passes(candidates, costs, limits)
-    plan = make_plan(traced.op_graphs, costs, config.search, limits=limits)
-    return Planned(traced, plan, costs)
+    plan = make_plan(traced.op_graphs, costs, config.search, limits=limits, schedule=schedule)
+    return Planned(traced, plan, costs, schedule)
 
 
 def _measured_costs(

@@ -204,20 +204,20 @@ def facts_of(strands: Any) -> dict[str, Any]:
 def plans(strands: Any, ranks: int) -> dict[str, Any]:
     """Two strands in a planned order and in random ones."""
     from interlace.cost.analytic import MachineModel, analytic_costs
-    from interlace.ir.phases import PHASES, phase_graphs
-    from interlace.ir.plan import PhasePlan, Plan
+    from interlace.ir.plan import PhasePlan
     from interlace.search.planner import make_plan
     from orders import random_order
+    from phases import plan_by
 
     machine = MachineModel(
         flops_per_s=1e10, bytes_per_s=1e10, link_bits_per_s=1e9, link_latency_ns=10_000
     )
     costs = analytic_costs(strands.op_graphs, machine, {"tp": ranks})
     found = {"list": make_plan(strands.op_graphs, costs, "list")}
-    for seed, ahead in ((1, 0), (2, 30)):
-        of_phase = phase_graphs(strands.op_graphs, ahead)
-        phases = {name: PhasePlan(random_order(of_phase[name], seed), 0, 0) for name in PHASES}
-        found[f"random {seed}"] = Plan("random", strands.digest, "-", phases, ahead)
+    for seed, head in ((1, 0), (2, 30)):
+        found[f"random {seed}"] = plan_by(
+            strands.op_graphs, lambda graph, s=seed: PhasePlan(random_order(graph, s), 0, 0), head
+        )
     return found
 
 

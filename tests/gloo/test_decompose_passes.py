@@ -19,6 +19,7 @@ from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import Kind, OpGraph
 from interlace.ir.plan import Plan
 from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
+from interlace.schedules.finder import find
 from interlace.search.limits import MemoryLimits
 
 NO_LIMITS = MemoryLimits()
@@ -44,7 +45,7 @@ def child(rank_count: int, times: str) -> dict[str, Any]:
     decompose = asked("ring")
     if times == "long sends":
         decompose = Decompose(request=Request(variant="auto", pieces=1), times=long_sends)
-    found = trace_candidates(model.strands, decompose, "ends", strands=2)
+    found = trace_candidates(model.strands, decompose, "ends", schedule=find("two_strand"))
     plain, ends = found.plain, found.ends
     assert plain is not None
     assert ends is not None
@@ -112,7 +113,9 @@ model = pytest.fixture(imagined_llama, scope="module")
 @pytest.fixture(scope="module")
 def auto(model: Model) -> Candidates:
     """Candidates of `decompose = "auto"`, where every site gains alone."""
-    return trace_candidates(model.strands, asked("auto", 0), "auto", strands=2, plain=True)
+    return trace_candidates(
+        model.strands, asked("auto", 0), "auto", schedule=find("two_strand"), plain=True
+    )
 
 
 def costs_of(graph: OpGraph, *, matmul_ns: float, transfer_ns: int) -> CostTable:
@@ -162,7 +165,9 @@ def test_what_can_be_chosen(
     model: Model, decompose: Decompose | None, passes: Any, strands: int, chosen: str
 ) -> None:
     """A named variant runs everywhere unless told otherwise, as does one strand."""
-    found = trace_candidates(model.strands, decompose, passes, strands=strands)
+    found = trace_candidates(
+        model.strands, decompose, passes, schedule=find(("one_strand", "two_strand")[strands - 1])
+    )
     assert found.whole is getattr(found, chosen)
 
 
@@ -183,9 +188,9 @@ def test_ends_that_do_not_fit_are_refused(model: Model) -> None:
         return strands if decompose else replace(strands, saved=strands.saved[:-1])
 
     with pytest.raises(InputError, match="other values are kept") as error:
-        trace_candidates(trace, asked("ring"), "ends", strands=2)
+        trace_candidates(trace, asked("ring"), "ends", schedule=find("two_strand"))
     assert "all" in error.value.hint
-    found = trace_candidates(trace, asked("auto", 0), "auto", strands=2)
+    found = trace_candidates(trace, asked("auto", 0), "auto", schedule=find("two_strand"))
     assert found.ends is None
     assert found.all.listing is not None
     said = found.all.listing.summary()

@@ -22,6 +22,7 @@ from interlace.ir import store
 from interlace.ir.timeline import Timeline, overlaps
 from interlace.report.costs import headline
 from interlace.train.environment import describe_environment
+from phases import both
 
 ALONE = ("--parallel.tensor", "1")
 
@@ -106,8 +107,10 @@ def test_an_edited_plan_is_refused(place: Workplace) -> None:
     """An operator taken out, doubled or moved before its input: exit 2, naming it."""
     place.interlace("plan", "run.toml", *ALONE, "--output", "alone.txt")
     lines = (place.folder / "alone.txt").read_text().splitlines()
-    order = plans.read(place.folder / "alone.txt").phases["pair"].order
-    head = next(i for i, line in enumerate(lines) if line.startswith("phase pair "))
+    order = plans.read(place.folder / "alone.txt").phases
+    name = both(order)
+    order = order[name].order
+    head = next(i for i, line in enumerate(lines) if line.startswith(f"phase {name} "))
     body = lines[head + 2 : head + 2 + len(order)]
     edits = {
         "gone": (body[:-1], f"operator {order[-1]!r} of the graph is missing"),

@@ -6,6 +6,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from interlace.ir.actions import steady_phase
 from interlace.ir.graph import COLLECTIVES, COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.load import RunRecord
@@ -200,8 +201,9 @@ def rank_rows(record: RunRecord) -> list[tuple[str, ...]]:
 def plan_excerpt(text: str) -> tuple[str, int]:
     """The head of a plan and the start of its interleaved phase, and how many lines are left."""
     lines = text.splitlines()
-    pair = next((i for i, line in enumerate(lines) if line.startswith("phase pair")), 3)
-    chosen: Sequence[str] = [*lines[:2], "", *lines[pair : pair + _PLAN_LINES]]
+    starts = {line.split()[1]: i for i, line in enumerate(lines) if line.startswith("phase ")}
+    start = starts[steady_phase(starts)] if starts else 3
+    chosen: Sequence[str] = [*lines[:2], "", *lines[start : start + _PLAN_LINES]]
     return "\n".join(chosen), max(0, len(lines) - len(chosen))
 
 

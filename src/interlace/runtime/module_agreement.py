@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError, nearest
-from interlace.graphs.dropout import takes_seeds
-from interlace.ir.phases import FORWARD
 from interlace.parallel.meshes import REPLICATE_AXIS
 from interlace.runtime.agreement import (
     Content,
@@ -77,9 +75,9 @@ class ModuleAgreement:
 
     def _check_seeds(self, strands: Strands) -> None:
         """torch's seed, where ranks that exchange activations draw masks of dropout from it."""
-        if self.mesh is None or not takes_seeds(strands.graphs[FORWARD]):
+        if self.mesh is None or not strands.takes_seeds:
             return
-        sharing = {operator.lane for operator in strands.op_graphs[FORWARD].collectives}
+        sharing = strands.forward_lanes
         if not sharing:
             return
         part = f"among {self._ranks} {self._place(sharing)}"

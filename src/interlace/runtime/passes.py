@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from interlace.config import Passes
 from interlace.decompose.apply import Decompose
 from interlace.errors import InputError
-from interlace.graphs.trace import StrandGraph
+from interlace.ir.actions import Direction, Share, Strand, steady_phase
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import BACKWARD, FINAL, FIRST, FORWARD
 from interlace.ir.plan import Plan
-from interlace.runtime.strands import Strands
+from interlace.runtime.fold import in_chunks
+from interlace.runtime.strands import FORWARD, Strands
+from interlace.schedules.finder import Schedule
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
 from interlace.sim.step import simulate_step
@@ -55,17 +56,19 @@ def trace_candidates(
     decompose: Decompose | None,
     passes: Passes,
     *,
-    strands: int,
+    schedule: Schedule,
     plain: bool = False,
 ) -> Candidates:
-    """What can be chosen for a run of so many strands; with `plain` graphs where nothing is
+    """What can be chosen for a run by this schedule; with `plain` graphs where nothing is
     decomposed are among them in any case. `trace` is called once or twice, on all ranks alike.
 
     Raises InputError if the ends alone cannot run decomposed and `passes` asks for it."""
+    if schedule.chunks > 1:
+        return _folded(trace, decompose, passes, schedule, plain=plain)
     everywhere = trace(decompose)
     if decompose is None or everywhere.listing is None or not everywhere.listing.decomposed:
         return Candidates(plain=everywhere, all=everywhere, ends=None)
-    by_times = passes == "auto" and decompose.request.variant == "auto" and strands > 1
+    by_times = passes == "auto" and decompose.request.variant == "auto" and schedule.interleaves
     wanted = passes == "ends" or by_times
     whole = trace(None) if wanted or plain else None
     if whole is None or not wanted:
@@ -82,22 +85,40 @@ def trace_candidates(
     return Candidates(plain=whole, all=everywhere, ends=with_ends(whole, everywhere))
 
 
+def _folded(
+    trace: Callable[[Decompose | None], Strands],
+    decompose: Decompose | None,
+    passes: Passes,
+    schedule: Schedule,
+    *,
+    plain: bool,
+) -> Candidates:
+    """Graphs in chunks, of which the ends of a step have none of their own."""
+    if passes == "ends" and decompose is not None:
+        raise InputError(
+            f'overlap.passes = "ends", but schedule {schedule.name!r} runs {schedule.chunks} '
+            "chunks on a rank",
+            hint='set overlap.passes to "all"',
+        )
+    everywhere = in_chunks(trace(decompose), schedule.chunks)
+    whole = everywhere
+    if plain and decompose is not None:
+        whole = in_chunks(trace(None), schedule.chunks)
+    return Candidates(plain=whole, all=everywhere, ends=None)
+
+
 def with_ends(plain: Strands, decomposed: Strands) -> Strands:
     """`plain` with the first forward and the last backward of a step as in `decomposed`."""
-    graphs: dict[str, StrandGraph] = {
-        **plain.graphs,
-        FIRST: decomposed.graphs[FORWARD],
-        FINAL: decomposed.graphs[BACKWARD],
-    }
-    op_graphs: dict[str, OpGraph] = {
-        **plain.op_graphs,
-        FIRST: decomposed.op_graphs[FORWARD],
-        FINAL: decomposed.op_graphs[BACKWARD],
-    }
+    graphs, parts, op_graphs = dict(plain.graphs), dict(plain.parts), dict(plain.op_graphs)
+    for direction in Direction:
+        whole, end = Strand(direction).graph, Strand(direction, share=Share.END).graph
+        graphs[end] = decomposed.graphs[whole]
+        parts[end] = decomposed.parts[whole]
+        op_graphs[end] = decomposed.op_graphs[whole]
     listing = decomposed.listing
     if listing is not None:
         listing = replace(listing, passes="ends")
-    return replace(plain, graphs=graphs, op_graphs=op_graphs, listing=listing)
+    return replace(plain, graphs=graphs, parts=parts, op_graphs=op_graphs, listing=listing)
 
 
 def _misfit(plain: Strands, decomposed: Strands) -> str:
@@ -129,6 +150,7 @@ def choose_passes(candidates: Candidates, costs: CostTable, limits: MemoryLimits
 def _pair_ns(graphs: Mapping[str, OpGraph], costs: CostTable, limits: MemoryLimits) -> int | None:
     """The steady state of two strands by list scheduling; None if memory allows none."""
     try:
-        return make_plan(graphs, costs, "list", limits=limits).phases["pair"].predicted_ns
+        phases = make_plan(graphs, costs, "list", limits=limits).phases
+        return phases[steady_phase(phases)].predicted_ns
     except InputError:
         return None

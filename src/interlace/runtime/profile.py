@@ -14,13 +14,13 @@ from torch import Tensor
 
 from interlace.cost.again import least_noisy
 from interlace.cost.profile import measure
-from interlace.graphs.dropout import seeds_for, takes_seeds
+from interlace.graphs.dropout import seeds_for
+from interlace.ir.actions import Share, strand
 from interlace.ir.costs import CostTable, PairCost
 from interlace.ir.graph import Kind, OpGraph
 from interlace.ir.noise import excess_of_oef, excess_of_spread
-from interlace.ir.phases import FIRST, FORWARD
 from interlace.ir.timeline import Timeline
-from interlace.runtime.executor import Batch, StrandExecutor, lower_plan
+from interlace.runtime.executor import Batch, StepExecutor, lower_plan
 from interlace.runtime.operands import Capture
 from interlace.runtime.pairs import burst_ns, measure_pair
 from interlace.runtime.recorder import Clock, Recorder, clock_for
@@ -39,7 +39,7 @@ class Profiler:
     """A chunk whose operators run one after the other, each collective waited for at once."""
 
     strands: Strands
-    executor: StrandExecutor
+    executor: StepExecutor
     batch: Batch
     clock: Clock
     """Keeps the streams on which it stamps collectives over all measurements."""
@@ -52,7 +52,8 @@ class Profiler:
     @property
     def batches(self) -> list[Batch]:
         """One micro-batch, or two if the ends of a step have graphs of their own."""
-        return [self.batch] * (2 if FIRST in self.strands.graphs else 1)
+        has_ends = any(strand(name).share == Share.END for name in self.strands.parts)
+        return [self.batch] * (2 if has_ends else 1)
 
     def run_once(self) -> Timeline:
         """Every graph once, recorded."""
@@ -78,10 +79,10 @@ def open_profiler(
         key: torch.zeros_like(tensor) if "gradient" in key[0] else tensor
         for key, tensor in constants.items()
     }
-    if takes_seeds(strands.graphs[FORWARD]):
+    if strands.takes_seeds:
         batch = (*batch, seeds_for(0, step=0, micro_batch=0))
     executor = strands.executor(strands.sequential, scratch)
-    executor.lowered = lower_plan(strands.graphs, strands.sequential, late_waits=False)
+    executor.lowered = lower_plan(strands.parts, strands.sequential, late_waits=False)
     return Profiler(strands, executor, batch, clock_for(device_type))
 
 

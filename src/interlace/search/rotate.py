@@ -1,4 +1,4 @@
-"""Choose how much of the forward strand runs one phase ahead.
+"""Choose how much of the forward strand runs one action ahead.
 
 Without a head every phase starts and ends empty: both strands wait for their first collective
 at once, and the last collectives have nothing to run under. With a head that ends with a
@@ -9,8 +9,10 @@ the next micro-batch, so among heads that are about as good the smallest is take
 
 from collections.abc import Callable, Mapping
 
+from interlace.ir.actions import Direction, Share, Strand, labels_of, steady_phase, strands_of
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import BACKWARD, FORWARD, phase_graphs
+from interlace.ir.phases import phase_graph
+from interlace.schedules.finder import Schedule
 from interlace.search.evaluator import Evaluator
 from interlace.search.exact import order_quick
 from interlace.search.problem import Problem
@@ -23,21 +25,29 @@ one that ends behind the second collective: the gather of the first layer's inpu
 AS_GOOD = 1.005
 
 
-def choose_ahead(graphs: Mapping[str, OpGraph], problem_of: Callable[[OpGraph], Problem]) -> int:
-    """Operators of the forward graph, in its own order, that should run one phase ahead; 0 for
-    none. `graphs` are those of the strands."""
-    forward, backward = graphs[FORWARD], graphs[BACKWARD]
+def choose_head(
+    graphs: Mapping[str, OpGraph], schedule: Schedule, problem_of: Callable[[OpGraph], Problem]
+) -> int:
+    """Operators of the forward graph, in its own order, that should run one action ahead; 0 for
+    none. `graphs` are those of the strands. Only of a rank with one chunk, and of a schedule that
+    runs forward and backward side by side."""
+    forwards = labels_of(graphs, Direction.FORWARD, Share.WHOLE)
+    steady = steady_phase(schedule.phases(graphs, head=True))
+    if len(forwards) > 1 or len(strands_of(steady)) < 2:
+        return 0
+    forward, backward = graphs[forwards[0]], graphs[Strand(Direction.BACKWARD).graph]
     ends = [i + 1 for i, op in enumerate(forward.operators) if op.is_collective][:HEADS]
     size = len(forward.operators) + len(backward.operators)
     heads = (0, *ends)[: BUDGET // size]
     if len(heads) < 2:
         return ends[1] if len(ends) > 1 else 0
+    whole = steady_phase(schedule.phases(graphs))
     lengths = {}
-    for ahead in heads:
-        problem = problem_of(phase_graphs(graphs, ahead)["pair"])
+    for head in heads:
+        problem = problem_of(phase_graph(steady if head else whole, graphs, head))
         order = order_quick(problem)
         if order is not None:
             world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
-            lengths[ahead] = world.length(world.numbers(order))[0]
+            lengths[head] = world.length(world.numbers(order))[0]
     best = min(lengths.values(), default=0)
-    return min((a for a, length in lengths.items() if length <= AS_GOOD * best), default=0)
+    return min((h for h, length in lengths.items() if length <= AS_GOOD * best), default=0)

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from interlace.ir.actions import shown
 from interlace.ir.costs import Contention
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
-from interlace.ir.phases import PASS
 from interlace.ir.timeline import WAIT, Span, Timeline
 
 _DONE_NS = 1e-3
@@ -163,8 +163,7 @@ def simulate(
     stops = frozenset(barriers)
     for name in order:
         op = graph.by_id[name]
-        head = name.partition(".")[0] if "." in name else graph.name
-        strand = PASS.get(head, head)
+        strand = shown(name.partition(".")[0] if "." in name else graph.name)
         rank.wait(flying[source] for source in op.inputs if source in flying)
         if op.is_collective:
             flying[name] = rank.collective(op, solo_ns[name], strand, 0)

@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from interlace.graphs.dropout import seeds_for, takes_seeds
-from interlace.ir.phases import FORWARD
+from interlace.graphs.dropout import seeds_for
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
 from interlace.parallel.meshes import Meshes
@@ -146,7 +145,7 @@ class StrandEngine:
     def _step(self, batches: Sequence[Batch], recorder: Recorder | None) -> list[Tensor]:
         for buffer in self.buffers.values():
             buffer.zero_()
-        if takes_seeds(self.strands.graphs[FORWARD]):
+        if self.strands.takes_seeds:
             batches = [(*batch, self._seeds(index)) for index, batch in enumerate(batches)]
         self.losses = self.executor.step(batches, recorder)
         self.weights.set_gradients(self.buffers, self.strands.placements)

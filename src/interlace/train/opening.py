@@ -26,6 +26,7 @@ from interlace.runtime.profile import profile_strands
 from interlace.runtime.replicas import random_state
 from interlace.runtime.rival import inductor_plan
 from interlace.runtime.strands import Strands, build_strands
+from interlace.schedules.finder import find
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
 from interlace.train.build import build_module, overridden_shape, published_shape
@@ -111,7 +112,7 @@ def _trace(session: Session, example: Batch, *, strands: int, plain: bool = Fals
         lambda decompose: _strands(session, example, decompose),
         decompose_of(config.overlap, session.device),
         config.overlap.passes,
-        strands=strands,
+        schedule=find(("one_strand", "two_strand")[strands - 1]),
         plain=plain,
     )
     reason = session.candidates.all.not_repeated

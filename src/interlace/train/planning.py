@@ -43,6 +43,7 @@ from interlace.report.plan_tables import plan_summary
 from interlace.rules import check, resolve_layout
 from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
 from interlace.runtime.strands import Strands, build_strands
+from interlace.schedules.finder import find
 from interlace.train.build import build_module, overridden_shape, published_shape
 from interlace.train.claims import refuse_in_live_run
 from interlace.train.memory import constant_bytes, memory_limits
@@ -154,7 +155,7 @@ def trace_fake(config: RunConfig) -> Candidates:
                     lambda decompose: trace(decompose=decompose),
                     _decompose_of(config),
                     config.overlap.passes,
-                    strands=2,
+                    schedule=find("two_strand"),
                 )
     finally:
         dist.destroy_process_group()
