@@ -14,13 +14,15 @@ from typing import Any
 
 from interlace.cli.run_file import load_run_config
 from interlace.config import RunConfig
+from interlace.ir.actions import Action, Direction, Share, strands_of
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import Operator, OpGraph
-from interlace.ir.phases import derived_orders, pair_graph, phase_graphs, phases_of_step
-from interlace.ir.plan import Plan, sequential, to_text
+from interlace.ir.phases import phase_graph, whole_graph
+from interlace.ir.plan import Plan, to_text, without_heads
 from interlace.ir.timeline import Span, Timeline
 from interlace.report.plan_figures import plan_figures
 from interlace.rules import check
+from interlace.schedules.finder import find, sequential
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
 from interlace.sim.step import simulate_step
@@ -30,15 +32,6 @@ from interlace.train.worker import main
 
 SEARCHES = {"exact": "exact", "list": "list", "paper": "paper"}
 """Name in the record: name in the package."""
-PHASES = {
-    "forward": "forward",
-    "pair": "pair",
-    "last": "last",
-    "backward": "backward",
-    "again": "again",
-    "before": "before",
-}
-"""Name of a phase in the package: name in the record."""
 STRANDS = {
     "gather": "gather",
     "first": "first",
@@ -84,7 +77,7 @@ def graphs_of(traced: Traced) -> dict[str, Any]:
     that the graph says, and sizes for people."""
     named = {STRANDS[name]: graph for name, graph in traced.graphs.items()}
     return {
-        name: _graph(graph) for name, graph in {**named, "all": pair_graph(traced.graphs)}.items()
+        name: _graph(graph) for name, graph in {**named, "all": whole_graph(traced.graphs)}.items()
     }
 
 
@@ -140,10 +133,10 @@ def _graph(graph: OpGraph) -> dict[str, Any]:
 def _figures(traced: Traced, plan: Plan) -> dict[str, Any]:
     count = traced.config.train.micro_batches
     figures = plan_figures(plan, traced.graphs, traced.costs, count)
-    of_phase = phase_graphs(traced.graphs, plan.ahead)
+    names = recorded_names(plan)
     phases = {
-        PHASES[name]: {
-            "operators": len(of_phase[name].operators),
+        names[name]: {
+            "operators": len(phase_graph(name, traced.graphs, plan.head).operators),
             "order": hashed(list(phase.order)),
             "barriers": [len(phase.barriers), hashed(list(phase.barriers))],
             "predicted_ns": phase.predicted_ns,
@@ -154,15 +147,14 @@ def _figures(traced: Traced, plan: Plan) -> dict[str, Any]:
         }
         for name, phase in plan.phases.items()
     }
-    planned = {name: phase.order for name, phase in plan.phases.items()}
-    derived = derived_orders(planned)
-    steps = phases_of_step({**planned, **derived}, count)
+    derived = {new: old for new, old in names.items() if new not in plan.phases}
+    actions = find(plan.schedule).actions(count, traced.graphs, head=bool(plan.head))
     return {
-        "ahead": plan.ahead,
+        "ahead": plan.head,
         "phases": phases,
-        "derived": {PHASES[name]: hashed(list(order)) for name, order in derived.items()},
+        "derived": {old: hashed(list(plan.needed(new).order)) for new, old in derived.items()},
         "step": {
-            "phases": [f"{PHASES[name]} {one} {other}" for name, one, other in steps],
+            "phases": [f"{names[action.phase]} {_numbers(action)}" for action in actions],
             "spans": _spans(simulate_step(plan, traced.graphs, traced.costs, count)),
             "predicted_ns": figures.step.predicted_ns,
             "exposed_ns": figures.step.exposed_ns,
@@ -171,6 +163,35 @@ def _figures(traced: Traced, plan: Plan) -> dict[str, Any]:
             "peak_bytes": figures.step.peak_bytes,
         },
     }
+
+
+def recorded_names(plan: Plan) -> dict[str, str]:
+    """What the record calls each phase of a plan, and the one that follows from another: when it
+    was made, phases were `forward`, `pair`, `last` and `backward`, and with one strand `again` and
+    `before` for the micro-batches that run by other graphs than the first and the last."""
+    found: dict[str, str] = {}
+    for name in plan.phases:
+        directions = {each.direction for each in strands_of(name)}
+        if len(directions) == 2:
+            found[name] = "pair"
+            if without_heads(name) != name:
+                found[without_heads(name)] = "last"
+            continue
+        rivals = [n for n in plan.phases if {e.direction for e in strands_of(n)} == directions]
+        is_middle = len(rivals) > 1 and name in ("forward", "backward")
+        forward = Direction.FORWARD in directions
+        found[name] = ("again" if forward else "before") if is_middle else str(*directions)
+    return found
+
+
+def _numbers(action: Action) -> str:
+    """The micro-batches of an action that go forward and backward, 0 for none."""
+    of = {
+        slot.strand.direction: slot.micro_batch
+        for slot in action.slots
+        if slot.strand.share != Share.HEAD
+    }
+    return f"{of.get(Direction.FORWARD, 0)} {of.get(Direction.BACKWARD, 0)}"
 
 
 def _spans(timeline: Timeline) -> str:
