@@ -29,9 +29,9 @@ from interlace.ir.phases import FORWARD
 from interlace.ir.plan import Plan, read
 from interlace.ir.timeline import Timeline
 from interlace.parallel.data import DataLayout
-from interlace.runtime.agreement import check_agreement, refused_together
+from interlace.ranks.agree import check_agreement, refused_together
+from interlace.ranks.determinism import check_current, nondeterminism, warn_of_other_bits
 from interlace.runtime.binding import Binding
-from interlace.runtime.device import check_current, nondeterminism, warn_of_other_bits
 from interlace.runtime.gradients import ParameterGradients
 from interlace.runtime.mesh_axes import axis_of_group, data_rank_of, replicas_of
 from interlace.runtime.module_agreement import ModuleAgreement

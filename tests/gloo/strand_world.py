@@ -17,9 +17,10 @@ from interlace.ir.phases import PHASES, phase_graphs
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
+from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes, build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
-from interlace.runtime.executor import Batch, local
+from interlace.runtime.executor import Batch
 from interlace.runtime.profile import profile_strands
 from interlace.runtime.strands import Strands, build_strands
 from interlace.search.planner import make_plan

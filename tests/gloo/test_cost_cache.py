@@ -9,12 +9,12 @@ from processes import gloo_group, run_ranks
 from test_ir_store import COSTS
 
 from interlace.cost.again import least_noisy
-from interlace.cost.agreement import agree
 from interlace.cost.cache import cached
 from interlace.errors import InputError
 from interlace.ir import store
 from interlace.ir.costs import CostTable, PairCost
 from interlace.ir.graph import Kind
+from interlace.ranks.small_collectives import agree
 from interlace.train.profiling import Files, starting_point
 
 STRANGE = PairCost(Kind.MATMUL, Kind.ALL_GATHER, "tp", 1.0, 1.0, -29.0, 7, 5, 157)

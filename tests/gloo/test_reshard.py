@@ -212,8 +212,8 @@ def ways_to_call() -> dict[str, Any]:
 
     import interlace
     from interlace.ir.cluster import load_cluster
+    from interlace.ranks.watchdog import Watchdog
     from interlace.reshard import Settings
-    from interlace.runtime.watchdog import Watchdog
 
     with gloo_group(60) as store:
         rank = dist.get_rank()

@@ -14,7 +14,7 @@ from interlace.graphs.wide_sums import ADD_WIDE, wide_sums
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
 from interlace.parallel.meshes import build_meshes
-from interlace.runtime.device import nondeterminism
+from interlace.ranks.determinism import nondeterminism
 from interlace.runtime.profile import profile_strands
 from interlace.runtime.recorder import CudaClock, Recorder
 from interlace.runtime.strands import build_strands

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from interlace.cost.agreement import broadcast_text, is_first_rank
 from interlace.errors import InputError
 from interlace.ir import store
 from interlace.ir.costs import CostTable
 from interlace.ir.noise import noise_of
+from interlace.ranks.small_collectives import broadcast_text, is_first_rank
 
 Say = Callable[[str], None]
 

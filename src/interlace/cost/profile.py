@@ -16,10 +16,10 @@ from statistics import fmean, quantiles
 
 import torch
 
-from interlace.cost.agreement import agree, average
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.timeline import WAIT, Timeline
+from interlace.ranks.small_collectives import agree, average
 
 WARM_UP = 2
 OUTLIERS = 0.1

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
+from interlace.ranks.identity import ProcessIdentity
 from interlace.reshard.hosts import (
     ASSUMED,
     cluster_topology,
@@ -38,7 +39,6 @@ from interlace.reshard.roll import Roll
 from interlace.reshard.settings import Settings
 from interlace.reshard.wire import Wire
 from interlace.reshard.world import World, default_store
-from interlace.runtime.identity import ProcessIdentity
 
 _SHOWN_CHARACTERS = 300
 Claim = dict[str, object]

@@ -13,11 +13,11 @@ from typing import Self
 import torch.distributed as dist
 
 from interlace.errors import InterlaceError, PeerError
+from interlace.ranks.heartbeat import UNDECIDED, Peer, Ring, Verdict
+from interlace.ranks.identity import ProcessIdentity
+from interlace.ranks.silence import Limits
+from interlace.ranks.watchdog import Watchdog
 from interlace.reshard.meeting import Pauses
-from interlace.runtime.heartbeat import UNDECIDED, Peer, Ring, Verdict
-from interlace.runtime.identity import ProcessIdentity
-from interlace.runtime.silence import Limits
-from interlace.runtime.watchdog import Watchdog
 
 HEARTBEAT_S = 0.5
 DEAD_AFTER_S = 2.5

@@ -14,15 +14,15 @@ from interlace.errors import InputError, nearest
 from interlace.graphs.dropout import takes_seeds
 from interlace.ir.phases import FORWARD
 from interlace.parallel.meshes import REPLICATE_AXIS
-from interlace.runtime.agreement import (
+from interlace.ranks.agree import (
     Content,
     alone,
     check_agreement,
     check_contents,
     environment_fields,
 )
-from interlace.runtime.replicas import Places, tensor_contents
-from interlace.runtime.source_files import module_contents, package_contents
+from interlace.ranks.replicas import Places, tensor_contents
+from interlace.ranks.source_files import module_contents, package_contents
 from interlace.runtime.strands import Strands
 
 _WEIGHTS_HINT = (

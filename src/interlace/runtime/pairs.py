@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from interlace.cost.agreement import agree, average
 from interlace.cost.slowdown import compute_factor, transfer_factor
 from interlace.ir.costs import PairCost, Together, overlap_effectiveness
+from interlace.ranks.small_collectives import agree, average
 from interlace.runtime.operands import CollectiveCall, ComputeCall
 from interlace.runtime.recorder import Clock
 from interlace.runtime.stopwatch import back_to_back_ns, side_by_side_ns, timed_round

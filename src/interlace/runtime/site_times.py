@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.cost.again import least_noisy
-from interlace.cost.agreement import agree, is_first_rank
 from interlace.cost.profile import spread
 from interlace.decompose.choose import SiteTimes, SliceTimes, Way
 from interlace.decompose.products import Product, products_of, sent_value
@@ -21,6 +20,7 @@ from interlace.graphs.collectives import Pending, all_gather, all_reduce, all_to
 from interlace.graphs.torch_private import process_group
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.noise import LARGEST_SPREAD
+from interlace.ranks.small_collectives import agree, is_first_rank
 
 REPEATS = 3
 

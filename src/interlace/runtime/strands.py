@@ -30,7 +30,8 @@ from interlace.ir.graph import OpGraph
 from interlace.ir.phases import BACKWARD, FORWARD, GATHER, REDUCE, pair_graph
 from interlace.ir.plan import Plan, sequential
 from interlace.parallel.data import DataLayout
-from interlace.runtime.executor import Batch, StrandExecutor, local
+from interlace.parallel.local_parts import local
+from interlace.runtime.executor import Batch, StrandExecutor
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from interlace.config import RunConfig
 from interlace.models.hugging_face_files import folder_digest
 from interlace.parallel.own_buffers import own_buffers
-from interlace.runtime.agreement import (
+from interlace.ranks.agree import (
     Content,
     alone,
     check_agreement,
     check_contents,
     environment_fields,
 )
-from interlace.runtime.replicas import random_state, tensor_contents
-from interlace.runtime.source_files import package_contents
+from interlace.ranks.replicas import random_state, tensor_contents
+from interlace.ranks.source_files import package_contents
 from interlace.train.data import Batches
 from interlace.train.session import Session
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import interlace
 from interlace.errors import InputError
-from interlace.runtime.executor import local
+from interlace.parallel.local_parts import local
 from interlace.train.checkpoint_files import Damaged
 from interlace.train.checkpoint_manifest import Manifest, SavedTensor
 from interlace.train.checkpoint_request import check_model

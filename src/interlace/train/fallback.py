@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from interlace.config import RunConfig, Strands, tries_fallback
-from interlace.cost.agreement import agree
+from interlace.ranks.small_collectives import agree
 
 MARGIN = 1.01
 """Two strands must be slower by more than this to be dropped: a draw keeps the plan."""

@@ -17,9 +17,9 @@ from interlace.errors import InputError, RunError
 from interlace.ir import store
 from interlace.ir.noise import noise_of
 from interlace.ir.timeline import Timeline
+from interlace.ranks.signals import StopFlag, agreed
 from interlace.report.tables import comparison_lines
 from interlace.runtime.executor import Batch
-from interlace.runtime.signals import StopFlag, agreed
 from interlace.sim.step import simulate_step
 from interlace.train.checkpoint import Checkpointer
 from interlace.train.checkpoint_request import (

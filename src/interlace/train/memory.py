@@ -4,7 +4,7 @@ from torch import nn
 
 from interlace.config import RunConfig
 from interlace.parallel.data import DataLayout
-from interlace.runtime.executor import local
+from interlace.parallel.local_parts import local
 from interlace.search.limits import MemoryLimits
 
 MIB = 2**20

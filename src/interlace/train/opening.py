@@ -19,18 +19,18 @@ from interlace.ir.plan import Plan, read
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import loss_context
+from interlace.ranks.device import check_device, claim_device, limit_waits
+from interlace.ranks.replicas import random_state
 from interlace.rules import check, resolve_layout
 from interlace.runtime.executor import Batch
 from interlace.runtime.passes import choose_passes, trace_candidates
 from interlace.runtime.profile import profile_strands
-from interlace.runtime.replicas import random_state
 from interlace.runtime.rival import inductor_plan
 from interlace.runtime.strands import Strands, build_strands
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
 from interlace.train.build import build_module, overridden_shape, published_shape
 from interlace.train.data import open_dataset
-from interlace.train.device import check_device, claim_device, limit_waits
 from interlace.train.engines import Draws, EagerEngine, Engine, StrandEngine
 from interlace.train.fully_sharded import FullyShardedEngine, sharded_twin
 from interlace.train.memory import memory_limits

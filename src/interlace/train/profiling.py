@@ -14,7 +14,6 @@ from pathlib import Path
 
 from interlace.config import CompareConfig, RunConfig
 from interlace.cost.again import least_noisy
-from interlace.cost.agreement import agree, broadcast_text, is_first_rank
 from interlace.cost.profile import machine_id, measure
 from interlace.cost.slowdown import shared_links
 from interlace.errors import InputError
@@ -22,11 +21,12 @@ from interlace.ir import store
 from interlace.ir.costs import CostTable
 from interlace.ir.noise import excess_of_spread, noise_of, without_noise
 from interlace.ir.timeline import Timeline
+from interlace.ranks.agree import check_agreement
+from interlace.ranks.signals import StopFlag, agreed
+from interlace.ranks.small_collectives import agree, broadcast_text, is_first_rank
 from interlace.report.costs import cost_summary
-from interlace.runtime.agreement import check_agreement
 from interlace.runtime.measurements import Measurement, measurements
 from interlace.runtime.profile import Profiler, on_busy_links, open_profiler
-from interlace.runtime.signals import StopFlag, agreed
 from interlace.train.opening import open_graphs
 from interlace.train.session import Session, link_label
 from interlace.train.worker import run_rank

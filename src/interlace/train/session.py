@@ -21,15 +21,15 @@ from interlace.lab import links
 from interlace.parallel.context import local_positions
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
 from interlace.parallel.tensor import loss_context
-from interlace.runtime.attempt import meet
+from interlace.ranks.attempt import meet
+from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
+from interlace.ranks.startup import meeting_bound
+from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.passes import Candidates
 from interlace.runtime.site_times import MeasuredTimes
-from interlace.runtime.startup import meeting_bound
 from interlace.runtime.strands import Strands
-from interlace.runtime.watchdog import Watchdog
 from interlace.train.data import Batches, Dataset
-from interlace.train.device import BACKENDS, NCCL_TIMEOUT, claim_device
 from interlace.train.engines import Engine, StrandEngine
 from interlace.train.memory import constant_bytes
 from interlace.train.weights import MasterWeights

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.cost.agreement import collective_device
 from interlace.errors import InterlaceError, PeerError
+from interlace.ranks.small_collectives import collective_device
 
 SAME_START = "start all ranks with the same files, versions and environment"
 _SHOWN_CHARACTERS = 200

@@ -28,11 +28,11 @@ from torch.distributed.elastic.multiprocessing import (
 
 from interlace.config import WatchdogConfig
 from interlace.errors import InputError, RunError
-from interlace.runtime.ending import PEER_EXIT_CODE, START_EXIT_CODE, STORE_EXIT_CODE
-from interlace.runtime.identity import ProcessView
-from interlace.runtime.launched import CORES, LAUNCHER_PID
-from interlace.runtime.startup import said
-from interlace.runtime.supervise import PAUSED_HINT, Fault, Supervisor
+from interlace.ranks.ending import PEER_EXIT_CODE, START_EXIT_CODE, STORE_EXIT_CODE
+from interlace.ranks.identity import ProcessView
+from interlace.ranks.launched import CORES, LAUNCHER_PID
+from interlace.ranks.startup import said
+from interlace.ranks.supervise import PAUSED_HINT, Fault, Supervisor
 
 FAILED_GRACE_S = 3
 """Time for the other ranks to end after one failed, then SIGKILL."""

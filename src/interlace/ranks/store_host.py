@@ -2,10 +2,10 @@
 
 import os
 
-from interlace.runtime.heartbeat import DIED_HINT, Peer, Verdict
-from interlace.runtime.identity import ProcessIdentity, ProcessView
-from interlace.runtime.launched import launcher_hosts_store
-from interlace.runtime.silence import Limits, Silence
+from interlace.ranks.heartbeat import DIED_HINT, Peer, Verdict
+from interlace.ranks.identity import ProcessIdentity, ProcessView
+from interlace.ranks.launched import launcher_hosts_store
+from interlace.ranks.silence import Limits, Silence
 
 _SLACK_S = 0.5  # the store may be silent this much longer than a rank
 

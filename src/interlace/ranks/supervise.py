@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from interlace.config import WatchdogConfig
-from interlace.runtime.identity import ProcessView, Sight
-from interlace.runtime.silence import Silence
+from interlace.ranks.identity import ProcessView, Sight
+from interlace.ranks.silence import Silence
 
 PAUSED_HINT = "a debugger, a full terminal or the batch system pauses processes"
 _LOOK_S = 0.1

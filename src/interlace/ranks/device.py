@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import deterministic
 
 from interlace.config import RunConfig
-from interlace.cost.agreement import collective_device
 from interlace.errors import InputError
 from interlace.graphs.torch_private import set_group_timeout
-from interlace.runtime.device import (
+from interlace.ranks.determinism import (
     CUBLAS_DETERMINISTIC,
     CUBLAS_VARIABLE,
     NCCL_DETERMINISTIC,
@@ -22,6 +21,7 @@ from interlace.runtime.device import (
     nondeterminism,
     uses_nccl,
 )
+from interlace.ranks.small_collectives import collective_device
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Of a process group, by device type. On CUDA the small agreements between ranks stay on the CPU,

@@ -20,8 +20,8 @@ from typing import Self
 import torch.distributed as dist
 
 from interlace.errors import InterlaceError, PeerError
-from interlace.runtime.blame import from_communication
-from interlace.runtime.ending import (
+from interlace.ranks.blame import from_communication
+from interlace.ranks.ending import (
     LAST_WORDS_S,
     PEER_EXIT_CODE,
     STORE_EXIT_CODE,
@@ -29,10 +29,10 @@ from interlace.runtime.ending import (
     end_process,
     end_without_shutdown,
 )
-from interlace.runtime.heartbeat import Peer, Ring, Verdict
-from interlace.runtime.identity import ProcessIdentity
-from interlace.runtime.silence import Limits
-from interlace.runtime.store_host import StoreHost
+from interlace.ranks.heartbeat import Peer, Ring, Verdict
+from interlace.ranks.identity import ProcessIdentity
+from interlace.ranks.silence import Limits
+from interlace.ranks.store_host import StoreHost
 
 _GRACE_S = 0.25  # for the main thread to notice by itself before the process is ended
 _END_WITHIN_S = 1.5  # from the main thread's error to the end of the process

@@ -14,9 +14,9 @@ from typing import Self
 import torch.distributed as dist
 
 from interlace.errors import PeerError
-from interlace.runtime.identity import ProcessIdentity, ProcessView
-from interlace.runtime.leaving import Leavers
-from interlace.runtime.silence import Limits, Silence
+from interlace.ranks.identity import ProcessIdentity, ProcessView
+from interlace.ranks.leaving import Leavers
+from interlace.ranks.silence import Limits, Silence
 
 _STOPPED = b"stopped"
 UNDECIDED = "-"

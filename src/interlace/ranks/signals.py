@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from interlace.runtime.agreement import collective_device
+from interlace.ranks.agree import collective_device
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_REQUEST_S = 0.5  # a terminal and a launcher may both deliver one Ctrl-C

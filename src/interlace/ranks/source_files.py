@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 import interlace
-from interlace.runtime.agreement import Content
+from interlace.ranks.agree import Content
 
 _KINDS = ("*.py", "*.toml")  # code, and the presets that it reads
 _BY_VERSION = ("torch", "builtins")

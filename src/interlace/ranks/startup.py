@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from interlace.runtime.ending import bounded
-from interlace.runtime.launched import launcher_hosts_store
+from interlace.ranks.ending import bounded
+from interlace.ranks.launched import launcher_hosts_store
 
 _SLACK_S = 10.0  # for the meeting's own time limits, which tell more
 _WORDS = "interlace/launcher"

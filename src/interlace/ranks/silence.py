@@ -7,7 +7,7 @@ busy. On the same host its processor time tells that apart from a pause or a dea
 from dataclasses import dataclass
 
 from interlace.errors import InputError
-from interlace.runtime.identity import ProcessView, Sight
+from interlace.ranks.identity import ProcessView, Sight
 
 _WORKS = 0.05
 """Share of one processor that counts as work. A thread that waits for the interpreter lock wakes

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from interlace.runtime.identity import ProcessIdentity, ProcessView
-from interlace.runtime.silence import Limits
+from interlace.ranks.identity import ProcessIdentity, ProcessView
+from interlace.ranks.silence import Limits
 
 
 class Leavers:

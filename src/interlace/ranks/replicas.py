@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from interlace.runtime.agreement import Content, alone
-from interlace.runtime.executor import local
-from interlace.runtime.fingerprint import fingerprints
+from interlace.parallel.local_parts import local
+from interlace.ranks.agree import Content, alone
+from interlace.ranks.fingerprint import fingerprints
 
 Places = Mapping[str, tuple[tuple[str, int], ...]]
 """By name of a plain tensor: (axis, this rank's number on it) for each axis over which it differs

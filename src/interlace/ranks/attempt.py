@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from interlace.errors import InputError, RunError
-from interlace.runtime.startup import join
+from interlace.ranks.startup import join
 
 MEET_WITHIN_S = 120.0
 """From the first rank to the last: hosts may take long to load torch from a shared disk."""
