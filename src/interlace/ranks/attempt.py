@@ -10,18 +10,22 @@ them was cut off. So the ranks agree on a number, the epoch, before anything els
     interlace/epoch/E/accepted      the tokens of all ranks, written by rank 0; the attempt begins
 
 A rank whose token is not among them has read an older attempt's answer, and waits for a newer one.
+A launcher that hosts the store is told by each rank that it has come, and that it is about to leave.
 """
 
 import json
 import os
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from interlace.errors import InputError, RunError
-from interlace.ranks.startup import join
+from interlace.ranks.ending import bounded
+from interlace.ranks.launched import launcher_hosts_store
 
 MEET_WITHIN_S = 120.0
 """From the first rank to the last: hosts may take long to load torch from a shared disk."""
@@ -34,6 +38,50 @@ _RETRY_S = (0.25, 4.0)
 _HEAR_S = 1.0  # for the others to hear from rank 0 who is missing
 _EPOCH = "interlace/epoch"
 _ABSENT_HINT = "see its output: it has ended, is paused or still loads; watchdog.start_s bounds it"
+
+_SLACK_S = 10.0  # for the meeting's own time limits, which tell more
+_WORDS = "interlace/launcher"
+
+
+@contextmanager
+def meeting_bound(within_s: float) -> Iterator[None]:
+    """Ends this process with 44 where meeting the other ranks hangs for longer."""
+    host = "the launcher" if launcher_hosts_store(os.environ) else "rank 0"
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    message = (
+        f"rank {os.environ['RANK']} did not reach the store at {address} within {within_s:g} s: "
+        f"{host}, which hosts it, has not started, has ended or is paused, or cannot be reached"
+    )
+    with bounded(within_s + _SLACK_S, message):
+        yield
+
+
+def join(store: dist.Store, rank: int) -> None:
+    """Lets the launcher know, if it hosts the store, that this rank has come."""
+    _say(store, "joined", rank)
+
+
+def leave(store: dist.Store, rank: int, within_s: float) -> None:
+    """Lets the launcher know, if it hosts the store, that this rank's process is about to end."""
+    if not launcher_hosts_store(os.environ):
+        return  # the store ends with rank 0
+    what = f"rank {rank} had finished, but its launcher did not answer within {within_s:g} s"
+    with bounded(within_s, what):
+        try:
+            _say(store, "left", rank)
+        except dist.DistError:
+            return  # the launcher is gone, and nobody waits for this word
+
+
+def said(store: dist.Store, word: str, rank: int) -> bool:
+    """Whether a rank has `joined` or `left`; for the launcher, which hosts the store."""
+    return store.check([f"{_WORDS}/{word}/{rank}"])
+
+
+def _say(store: dist.Store, word: str, rank: int) -> None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    store.set(f"{_WORDS}/{word}/{rank}", "1")
 
 
 def meet(within_s: float = MEET_WITHIN_S) -> tuple[dist.Store, int, int]:

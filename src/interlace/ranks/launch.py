@@ -28,10 +28,10 @@ from torch.distributed.elastic.multiprocessing import (
 
 from interlace.config import WatchdogConfig
 from interlace.errors import InputError, RunError
+from interlace.ranks.attempt import said
 from interlace.ranks.ending import PEER_EXIT_CODE, START_EXIT_CODE, STORE_EXIT_CODE
 from interlace.ranks.identity import ProcessView
 from interlace.ranks.launched import CORES, LAUNCHER_PID
-from interlace.ranks.startup import said
 from interlace.ranks.supervise import PAUSED_HINT, Fault, Supervisor
 
 FAILED_GRACE_S = 3

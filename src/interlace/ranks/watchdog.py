@@ -20,7 +20,6 @@ from typing import Self
 import torch.distributed as dist
 
 from interlace.errors import InterlaceError, PeerError
-from interlace.ranks.blame import from_communication
 from interlace.ranks.ending import (
     LAST_WORDS_S,
     PEER_EXIT_CODE,
@@ -38,6 +37,22 @@ _GRACE_S = 0.25  # for the main thread to notice by itself before the process is
 _END_WITHIN_S = 1.5  # from the main thread's error to the end of the process
 _TICK_S = 0.1
 _HURRY_S = 0.1
+
+_COMMUNICATION = ("gloo", "nccl", "c10d", "connection", "broken pipe", "timed out", "socket")
+
+
+def from_communication(error: BaseException) -> bool:
+    """Whether a communication library raised `error` or what led to it.
+
+    gloo raises plain RuntimeErrors: only their text tells.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause).lower()
+        if isinstance(cause, RuntimeError) and any(word in text for word in _COMMUNICATION):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 class Watchdog:

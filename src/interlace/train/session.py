@@ -21,9 +21,8 @@ from interlace.lab import links
 from interlace.parallel.context import local_positions
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
 from interlace.parallel.tensor import loss_context
-from interlace.ranks.attempt import meet
+from interlace.ranks.attempt import meet, meeting_bound
 from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
-from interlace.ranks.startup import meeting_bound
 from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.passes import Candidates

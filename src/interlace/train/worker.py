@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from interlace.config import RunConfig
 from interlace.errors import InputError
+from interlace.ranks.attempt import leave
 from interlace.ranks.signals import StopFlag
 from interlace.ranks.small_collectives import broadcast_text
-from interlace.ranks.startup import leave
 from interlace.train.agreement import check_built, check_software
 from interlace.train.build import published_shape
 from interlace.train.claims import Claims
