@@ -10,7 +10,7 @@ them was cut off. So the ranks agree on a number, the epoch, before anything els
     interlace/epoch/E/accepted      the tokens of all ranks, written by rank 0; the attempt begins
 
 A rank whose token is not among them has read an older attempt's answer, and waits for a newer one.
-A launcher that hosts the store is told by each rank that it has come, and that it is about to leave.
+A launcher that hosts the store is told by each rank that it has come, and that it is about to go.
 """
 
 import json
