@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
-from interlace.cost.cache import cached
-from interlace.cost.profile import machine_id
 from interlace.decompose.listing import Listing
 from interlace.errors import InputError
 from interlace.graphs.dropout import seeds_for, takes_seeds
@@ -28,6 +26,8 @@ from interlace.ir.costs import CostTable
 from interlace.ir.phases import FORWARD
 from interlace.ir.plan import Plan, read
 from interlace.ir.timeline import Timeline
+from interlace.measure.cache import cached
+from interlace.measure.machine import machine_id
 from interlace.parallel.data import DataLayout
 from interlace.ranks.agree import check_agreement, refused_together
 from interlace.ranks.determinism import check_current, nondeterminism, warn_of_other_bits

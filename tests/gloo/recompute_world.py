@@ -9,9 +9,9 @@ from strand_world import bits
 from torch import Tensor, nn
 
 from interlace.config import ModelConfig, ParallelConfig, Recompute
-from interlace.cost.analytic import MachineModel, analytic_costs
 from interlace.graphs.dropout import seeds_for
 from interlace.graphs.recompute import RecomputePolicy
+from interlace.hardware.computed_costs import MachineModel, analytic_costs
 from interlace.ir.plan import Plan
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss

@@ -8,12 +8,12 @@ import pytest
 from processes import gloo_group, run_ranks
 from test_ir_store import COSTS
 
-from interlace.cost.again import least_noisy
-from interlace.cost.cache import cached
 from interlace.errors import InputError
 from interlace.ir import store
 from interlace.ir.costs import CostTable, PairCost
 from interlace.ir.graph import Kind
+from interlace.measure.cache import cached
+from interlace.measure.repeats import least_noisy
 from interlace.ranks.small_collectives import agree
 from interlace.train.profiling import Files, starting_point
 

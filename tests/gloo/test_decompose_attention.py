@@ -203,7 +203,7 @@ def facts_of(strands: Any) -> dict[str, Any]:
 
 def plans(strands: Any, ranks: int) -> dict[str, Any]:
     """Two strands in a planned order and in random ones."""
-    from interlace.cost.analytic import MachineModel, analytic_costs
+    from interlace.hardware.computed_costs import MachineModel, analytic_costs
     from interlace.ir.phases import PHASES, phase_graphs
     from interlace.ir.plan import PhasePlan, Plan
     from interlace.search.planner import make_plan

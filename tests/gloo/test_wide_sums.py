@@ -22,7 +22,7 @@ from interlace.graphs.trace import StrandGraph, trace_chunk
 from interlace.graphs.wide_sums import ADD_WIDE, wide_sums
 from interlace.ir.graph import Kind
 from interlace.ir.phases import BACKWARD
-from interlace.runtime.operands import Capture
+from interlace.measure.operands import Capture
 from interlace.runtime.profile import profile_strands
 from interlace.runtime.recorder import HostClock
 from interlace.runtime.strands import Strands, build_strands

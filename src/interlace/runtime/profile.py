@@ -12,17 +12,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from interlace.cost.again import least_noisy
-from interlace.cost.profile import measure
 from interlace.graphs.dropout import seeds_for, takes_seeds
 from interlace.ir.costs import CostTable, PairCost
 from interlace.ir.graph import Kind, OpGraph
 from interlace.ir.noise import excess_of_oef, excess_of_spread
 from interlace.ir.phases import FIRST, FORWARD
 from interlace.ir.timeline import Timeline
+from interlace.measure.alone import measure
+from interlace.measure.operands import Capture
+from interlace.measure.pairs import burst_ns, measure_pair
+from interlace.measure.repeats import least_noisy
 from interlace.runtime.executor import Batch, StrandExecutor, lower_plan
-from interlace.runtime.operands import Capture
-from interlace.runtime.pairs import burst_ns, measure_pair
 from interlace.runtime.recorder import Clock, Recorder, clock_for
 from interlace.runtime.strands import Strands
 

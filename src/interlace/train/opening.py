@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 from interlace.config import Mode, RunConfig, modes_of
-from interlace.cost.cache import cached
-from interlace.cost.profile import machine_id
 from interlace.decompose.apply import Decompose
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.wide_sums import wide_sums
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan, read
+from interlace.measure.cache import cached
+from interlace.measure.machine import machine_id
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import loss_context

@@ -1,7 +1,8 @@
 """`interlace plan`: plan a run without starting it, with no second process and no weights.
 
 The model is built from fake tensors in a fake world of the right size, traced as a rank would, and
-planned on computed costs (`cost.analytic`) or on those of a file that `interlace profile` wrote.
+planned on computed costs (`hardware.computed_costs`) or on those of a file that `interlace
+profile` wrote.
 """
 
 import os
@@ -18,18 +19,19 @@ import torch.distributed as dist
 
 from interlace import run_files
 from interlace.config import RunConfig, parse_rate, world_of
-from interlace.cost.analytic import MachineModel, analytic_costs, measure_this_machine
-from interlace.cost.site_times import computed_times
 from interlace.decompose.apply import Decompose
 from interlace.decompose.choose import Request
+from interlace.decompose.site_costs import computed_times
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
+from interlace.hardware.computed_costs import MachineModel, analytic_costs
 from interlace.ir import store
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.noise import noise_of
 from interlace.ir.plan import to_text
+from interlace.measure.machine import measure_this_machine
 from interlace.models.transformers_model import published_sizes
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import axis_sizes, build_meshes

@@ -18,6 +18,7 @@ from interlace.errors import InputError
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
 from interlace.lab import links
+from interlace.measure.sites import MeasuredTimes
 from interlace.parallel.context import local_positions
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
 from interlace.parallel.tensor import loss_context
@@ -26,7 +27,6 @@ from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
 from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.passes import Candidates
-from interlace.runtime.site_times import MeasuredTimes
 from interlace.runtime.strands import Strands
 from interlace.train.data import Batches, Dataset
 from interlace.train.engines import Engine, StrandEngine

@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 
-from interlace.cost.slowdown import compute_factor, transfer_factor
-from interlace.ir.costs import PairCost, Together, overlap_effectiveness
+from interlace.ir.costs import (
+    PairCost,
+    Together,
+    compute_factor,
+    overlap_effectiveness,
+    transfer_factor,
+)
+from interlace.measure.operands import CollectiveCall, ComputeCall
+from interlace.measure.stopwatch import back_to_back_ns, side_by_side_ns, timed_round
 from interlace.ranks.small_collectives import agree, average
-from interlace.runtime.operands import CollectiveCall, ComputeCall
 from interlace.runtime.recorder import Clock
-from interlace.runtime.stopwatch import back_to_back_ns, side_by_side_ns, timed_round
 
 PAUSE_S = 0.05
 """So long a link rests before a burst."""

@@ -5,19 +5,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 
-from interlace.cost.again import least_noisy
 from interlace.ir.costs import CostTable, LinkFit
 from interlace.ir.fits import fit_line
 from interlace.ir.graph import Kind
 from interlace.ir.noise import excess_of_fit, excess_of_oef
-from interlace.runtime.operands import Capture, CollectiveCall, ComputeCall
-from interlace.runtime.pairs import (
+from interlace.measure.operands import Capture, CollectiveCall, ComputeCall
+from interlace.measure.pairs import (
     copy_ns,
     measure_compute_pair,
     measure_lanes,
     measure_pair,
     time_transfer,
 )
+from interlace.measure.repeats import least_noisy
 from interlace.runtime.profile import Profiler, longest
 
 SMALLEST_BYTES, FEWEST_SIZES = 4096, 4

@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.cost.again import least_noisy
-from interlace.cost.profile import spread
 from interlace.decompose.choose import SiteTimes, SliceTimes, Way
-from interlace.decompose.products import Product, products_of, sent_value
+from interlace.decompose.site_costs import Product, products_of, sent_value
 from interlace.decompose.sites import Site
 from interlace.graphs.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
 from interlace.graphs.torch_private import process_group
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.noise import LARGEST_SPREAD
+from interlace.measure.repeats import least_noisy, spread
 from interlace.ranks.small_collectives import agree, is_first_rank
 
 REPEATS = 3

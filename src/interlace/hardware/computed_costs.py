@@ -16,15 +16,11 @@ while the transfer, whose SMs are reserved, keeps its speed. On a CPU nothing is
 gloo costs there depends on cores and has to be measured.
 """
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
-from interlace.cost.slowdown import LARGEST_FACTOR
 from interlace.errors import InputError
-from interlace.ir.costs import CostTable, LinkFit, PairCost, cost_of
+from interlace.ir.costs import LARGEST_FACTOR, CostTable, LinkFit, PairCost, cost_of
 from interlace.ir.graph import Kind, Operator, OpGraph
 
 LAUNCH_NS = 5_000
@@ -110,26 +106,3 @@ def wire_bytes(kind: Kind, full_bytes: int, ranks: int) -> float:
     if kind in (Kind.BROADCAST, Kind.SEND):
         return float(full_bytes)
     return share * full_bytes
-
-
-def measure_this_machine() -> tuple[float, float]:
-    """(flop/s of a 1024 x 1024 float32 matmul, byte/s of a 64 MiB copy), one thread, ~0.2 s."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        a = torch.randn(1024, 1024)
-        big = torch.empty(16 * 2**20)
-        flops = 2 * 1024**3 / _best_seconds(lambda: a @ a)
-        copied = 2 * big.numel() * big.element_size() / _best_seconds(big.clone)
-    finally:
-        torch.set_num_threads(threads)
-    return flops, copied
-
-
-def _best_seconds(call: Callable[[], object], repeats: int = 4) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)

@@ -1,0 +1,1 @@
+"""Descriptions of machines, and the times computed from them. Torch-free."""
