@@ -27,7 +27,7 @@ from interlace.bench.results import Row, environment, write_json
 from interlace.errors import RunError
 from interlace.lab import hosts
 from interlace.ranks.launch import launch
-from interlace.report.files import write_whole
+from interlace.run_files import write_whole
 
 _WORLD = "interlace.bench.reshard_world"
 _RAM_DISK = Path("/dev/shm")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from interlace.ir.costs import CostTable, PairCost
 from interlace.ir.graph import COMPUTE_LANE
 from interlace.ir.noise import noise_of, relative_spread
-from interlace.report.tables import aligned, milliseconds, number
+from interlace.text import aligned, milliseconds, number
 
 FIT_HEADER = ("collective", "lane", "latency us", "MB/s", "1 MiB in ms", "largest error")
 TOGETHER_HEADER = ("together", "first ms", "second ms", "both ms", "OEF")

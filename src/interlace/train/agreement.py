@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from interlace.config import RunConfig
+from interlace.data.batches import Batches
 from interlace.models.hugging_face_files import folder_digest
 from interlace.parallel.own_buffers import own_buffers
 from interlace.ranks.agree import (
@@ -25,7 +26,6 @@ from interlace.ranks.agree import (
 )
 from interlace.ranks.replicas import random_state, tensor_contents
 from interlace.ranks.source_files import package_contents
-from interlace.train.data import Batches
 from interlace.train.session import Session
 
 _WEIGHTS_HINT = (

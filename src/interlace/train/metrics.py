@@ -6,21 +6,19 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from interlace.config import ModelConfig
 from interlace.errors import InputError, RunError
-from interlace.run_files import METRICS, TENSORBOARD
+from interlace.run_files import METRICS, TENSORBOARD, change_each
 
 if TYPE_CHECKING:
-    from interlace.train.claims import Claim
+    from interlace.claims import Claim
 
-FILE_NAME = METRICS
 # Durations from here on are shown in whole milliseconds.
 WHOLE_MS = 10
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 # Peak of one GPU in TFLOP/s, dense (no sparsity), at boost clock: bfloat16 on tensor cores with
 # float32 sums, and float32 without TF32. Names are what torch.cuda.get_device_name gives. Sources:
@@ -85,27 +83,6 @@ def model_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: 
     return 6 * parameters + 12 * model.layers * model.width * sequence_length
 
 
-def bits_per_byte(loss_nats: float, bytes_per_token: float | None) -> float | None:
-    """Mean loss per token in nats, as bits per byte of text: comparable across tokenizers.
-
-    None where the bytes of a token are not known: of token ids that were made elsewhere.
-    """
-    return None if bytes_per_token is None else bits_per_token(loss_nats) / bytes_per_token
-
-
-def bits_per_token(loss_nats: float) -> float:
-    """Mean loss per token in bits: comparable between runs on the same tokens only."""
-    return loss_nats / math.log(2)
-
-
-def in_bits(loss_nats: float, bytes_per_token: float | None) -> str:
-    """`5.895 bits per byte`, or per token where the bytes of a token are not known."""
-    bits = bits_per_byte(loss_nats, bytes_per_token)
-    if bits is None:
-        return f"{bits_per_token(loss_nats):.3f} bits per token"
-    return f"{bits:.3f} bits per byte"
-
-
 def step_line(values: Mapping[str, Any]) -> str:
     """One readable line for a step; a field that is absent or None is left out.
 
@@ -154,7 +131,7 @@ class MetricsWriter:
 
         With a `claim`, a `write` after another run has taken the folder over raises ClaimLost.
         """
-        self.path = directory / FILE_NAME
+        self.path = directory / METRICS
         # Looked for first, so that its absence leaves no folder behind.
         summary_writer = _summary_writer() if tensorboard else None
         self._claim = claim
@@ -179,9 +156,9 @@ class MetricsWriter:
         """
         if self._claim is not None:
             self._claim.check()
-        values = {key: _each(value, _plain) for key, value in values.items()}
+        values = {key: change_each(value, _plain) for key, value in values.items()}
         record = {"event": event, "unix_time_s": round(time.time(), 3), **values}
-        line = json.dumps(_each(record, _finite), allow_nan=False, separators=(",", ":"))
+        line = json.dumps(change_each(record, _finite), allow_nan=False, separators=(",", ":"))
         try:
             self._append(line.encode() + b"\n")
             if self._tensorboard is not None and "step" in values:
@@ -242,15 +219,6 @@ def _drop_half_line(path: Path) -> None:
     os.truncate(path, data.rfind(b"\n") + 1)
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` applied to everything inside dicts and lists."""
-    if isinstance(value, Mapping):
-        return {str(key): _each(part, change) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_each(part, change) for part in value]
-    return change(value)
-
-
 def _plain(value: Any) -> Any:
     """Tensors and numpy values as numbers and lists, paths as text."""
     if isinstance(value, Path):
@@ -263,58 +231,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-def _number(value: Any) -> Any:
-    """A string that `_finite` wrote, as a float again."""
-    return float(value) if value in NOT_FINITE else value
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Events of a metrics.jsonl, oldest first; InputError if a line is not one.
-
-    A run that was killed may leave a last line without an end. It is left out, and an event
-    {"event": "truncated", "line", "size_bytes"} stands in its place.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"cannot read {path}: {error.strerror}",
-            hint="give the output folder of a run that interlace train wrote",
-        ) from error
-    *lines, rest = data.split(b"\n")
-    events = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            events.append(_each(_event(line), _number))
-        except ValueError as error:
-            raise InputError(
-                f"{path}, line {number} is not an event: {error}",
-                hint="the file was changed by something else; remove that line",
-            ) from error
-    if rest:
-        events.append({"event": "truncated", "line": len(lines) + 1, "size_bytes": len(rest)})
-    return _without_repeated_steps(events)
-
-
-def _without_repeated_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A resumed run does the steps after its checkpoint again: the first tries are left out."""
-    kept: list[dict[str, Any]] = []
-    for event in events:
-        if event["event"] == "checkpoint" and event.get("action") == "resumed":
-            kept = [
-                earlier
-                for earlier in kept
-                if earlier["event"] not in ("step", "evaluate", "end", "proof")
-                or earlier.get("step", 0) <= event["step"]
-            ]
-        kept.append(event)
-    return kept
-
-
-def _event(line: bytes) -> dict[str, Any]:
-    record = json.loads(line)
-    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
-        raise ValueError('it has no "event"')
-    return record

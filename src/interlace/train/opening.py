@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from interlace.config import Mode, RunConfig, modes_of
+from interlace.data.batches import open_dataset
 from interlace.decompose.apply import Decompose
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
@@ -30,7 +31,6 @@ from interlace.runtime.strands import Strands, build_strands
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
 from interlace.train.build import build_module, overridden_shape, published_shape
-from interlace.train.data import open_dataset
 from interlace.train.engines import Draws, EagerEngine, Engine, StrandEngine
 from interlace.train.fully_sharded import FullyShardedEngine, sharded_twin
 from interlace.train.memory import memory_limits

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from interlace import run_files
+from interlace.claims import refuse_in_live_run
 from interlace.config import RunConfig, parse_rate, world_of
+from interlace.data.tokens import open_tokenizer
 from interlace.decompose.apply import Decompose
 from interlace.decompose.choose import Request
 from interlace.decompose.site_costs import computed_times
@@ -37,19 +39,17 @@ from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import axis_sizes, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.report.costs import warning
-from interlace.report.files import write_whole
 from interlace.report.plan_figures import compare_searches
 from interlace.report.plan_json import plan_json
 from interlace.report.plan_picture import plan_png
 from interlace.report.plan_tables import plan_summary
 from interlace.rules import check, resolve_layout
+from interlace.run_files import write_whole
 from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
 from interlace.runtime.strands import Strands, build_strands
 from interlace.train.build import build_module, overridden_shape, published_shape
-from interlace.train.claims import refuse_in_live_run
 from interlace.train.memory import constant_bytes, memory_limits
 from interlace.train.session import DTYPES, vocabulary
-from interlace.train.tokens import open_tokenizer
 from interlace.train.weights import cast_parameters
 
 ASSUMED_RATE = "10gbit"

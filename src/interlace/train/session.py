@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.config import Mode, OverlapConfig, RunConfig, parse_rate
+from interlace.data.batches import Batches, Dataset
 from interlace.decompose.apply import Decompose
 from interlace.decompose.choose import Request
 from interlace.errors import InputError
@@ -28,7 +29,6 @@ from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.passes import Candidates
 from interlace.runtime.strands import Strands
-from interlace.train.data import Batches, Dataset
 from interlace.train.engines import Engine, StrandEngine
 from interlace.train.memory import constant_bytes
 from interlace.train.weights import MasterWeights

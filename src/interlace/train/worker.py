@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from interlace.claims import Claims
 from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.ranks.attempt import leave
@@ -15,7 +16,6 @@ from interlace.ranks.signals import StopFlag
 from interlace.ranks.small_collectives import broadcast_text
 from interlace.train.agreement import check_built, check_software
 from interlace.train.build import published_shape
-from interlace.train.claims import Claims
 from interlace.train.loop import Trainer, claim_directory, join_claims
 from interlace.train.opening import open_session
 from interlace.train.session import process_group

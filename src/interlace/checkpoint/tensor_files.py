@@ -30,16 +30,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.futures import Future
 
-from interlace.errors import RunError
-from interlace.train.checkpoint_exchange import gather_json
-from interlace.train.checkpoint_files import Damaged, read_manifest
-from interlace.train.checkpoint_manifest import (
+from interlace.checkpoint.folders import Damaged, read_manifest
+from interlace.checkpoint.manifest import (
     DTYPE_NAMES,
     Manifest,
     Piece,
     SavedTensor,
     piece_key,
 )
+from interlace.errors import RunError
+from interlace.ranks.small_collectives import gather_json
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
@@ -109,7 +109,7 @@ def _saved_tensors(plans: list[SavePlan]) -> dict[str, SavedTensor]:
 class CheckpointReader(StorageReader):
     """Reads a checkpoint of interlace for `torch.distributed.checkpoint.load` and its planners.
 
-    Checksums are not looked at here: `checkpoint_files.check_file` does that beforehand.
+    Checksums are not looked at here: `folders.check_file` does that beforehand.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -17,8 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from interlace.errors import RunError
-from interlace.train.checkpoint_manifest import (
+from interlace.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     Manifest,
@@ -26,6 +25,7 @@ from interlace.train.checkpoint_manifest import (
     digest_of,
     parse_manifest,
 )
+from interlace.errors import RunError
 
 _STEP = re.compile(r"step-(\d{8})")
 _UNFINISHED = re.compile(r"\.step-\d{8}(\.epoch-\d+)?\.(tmp|gone)")

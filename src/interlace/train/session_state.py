@@ -12,17 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import interlace
+from interlace.checkpoint.folders import Damaged
+from interlace.checkpoint.manifest import OPTIMIZER, RNG, WEIGHTS, Manifest, SavedTensor
+from interlace.checkpoint.request import check_model
+from interlace.checkpoint.tensor_files import DTYPES, CheckpointReader, load_tensors
+from interlace.data.batches import Batches
 from interlace.errors import InputError
 from interlace.parallel.local_parts import local
-from interlace.train.checkpoint_files import Damaged
-from interlace.train.checkpoint_manifest import Manifest, SavedTensor
-from interlace.train.checkpoint_request import check_model
-from interlace.train.checkpoint_storage import DTYPES, CheckpointReader, load_tensors
-from interlace.train.data import Batches
 from interlace.train.optimizer import set_step
 from interlace.train.session import Session, vocabulary
-
-WEIGHTS, OPTIMIZER, RNG = "weights.", "optimizer.", "rng."
 
 
 def state_tensors(session: Session) -> dict[str, Tensor]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MANIFEST = "manifest.json"
+WEIGHTS, OPTIMIZER, RNG = "weights.", "optimizer.", "rng."
+"""What the names of the tensors of a run begin with."""
 FORMAT = 1
 DTYPE_NAMES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")

@@ -11,11 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.train import checkpoint_files as files
-from interlace.train.checkpoint_exchange import gather_json
-from interlace.train.checkpoint_manifest import Manifest, SavedFile
-from interlace.train.checkpoint_storage import file_name
-from interlace.train.claims import Claim, ClaimLost
+from interlace.checkpoint import folders as files
+from interlace.checkpoint.manifest import Manifest, SavedFile
+from interlace.checkpoint.tensor_files import file_name
+from interlace.claims import Claim, ClaimLost
+from interlace.ranks.small_collectives import gather_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,14 +4,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from interlace.checkpoint.folders import Damaged, folder_name, read_manifest, saved_steps
+from interlace.checkpoint.manifest import MANIFEST, Manifest
+from interlace.claims import Claim, Claims
 from interlace.config import RunConfig
 from interlace.errors import InputError
-from interlace.run_files import RUN
-from interlace.train.checkpoint_files import Damaged, folder_name, read_manifest, saved_steps
-from interlace.train.checkpoint_manifest import MANIFEST, Manifest
-from interlace.train.claims import Claim, Claims
-from interlace.train.metrics import FILE_NAME as METRICS
-from interlace.train.metrics import read_metrics
+from interlace.run_files import METRICS, RUN, read_metrics
 
 # Tables and fields that may differ on resuming without a word: they change no number.
 _FREE = ("output", "checkpoint", "hardware", "watchdog", "link", "plan", "compare")

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from interlace.config import DataConfig
-from interlace.errors import InputError
-from interlace.train.documents import companions
-from interlace.train.tokens import (
+from interlace.data.documents import companions
+from interlace.data.tokens import (
     Corpus,
     TokenFile,
     Tokenizer,
@@ -27,6 +26,7 @@ from interlace.train.tokens import (
     open_tokens,
     token_ids,
 )
+from interlace.errors import InputError
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

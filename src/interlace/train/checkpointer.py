@@ -1,4 +1,4 @@
-"""When checkpoints are written and which one is taken up; the rest is in checkpoint_*.py."""
+"""When checkpoints are written and which one is taken up; `checkpoint/` has the rest."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -7,19 +7,19 @@ from typing import Any
 
 import torch.distributed as dist
 
+from interlace.checkpoint import folders as files
+from interlace.checkpoint.background_save import Background, Outcome, write_checkpoint
+from interlace.checkpoint.folders import Damaged
+from interlace.checkpoint.manifest import MANIFEST, Manifest
+from interlace.checkpoint.request import changed_settings, checkpoint_directory
+from interlace.checkpoint.tensor_files import SavePieces, check_headers, plan_pieces
+from interlace.claims import Claim, holder
+from interlace.data.batches import Batches
 from interlace.errors import InputError, RunError
-from interlace.train import checkpoint_files as files
+from interlace.ranks.small_collectives import gather_json
 from interlace.train.agreement import check_state
-from interlace.train.checkpoint_exchange import gather_json
-from interlace.train.checkpoint_files import Damaged
-from interlace.train.checkpoint_manifest import MANIFEST, Manifest
-from interlace.train.checkpoint_request import changed_settings, checkpoint_directory
-from interlace.train.checkpoint_state import mesh_of, plain_state, restore, state_tensors
-from interlace.train.checkpoint_storage import SavePieces, check_headers, plan_pieces
-from interlace.train.checkpoint_writer import Background, Outcome, write_checkpoint
-from interlace.train.claims import Claim, holder
-from interlace.train.data import Batches
 from interlace.train.session import Session
+from interlace.train.session_state import mesh_of, plain_state, restore, state_tensors
 
 Tell = Callable[[str, dict[str, Any]], None]
 """Takes a line for people and the values of a metrics event `checkpoint`."""

@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, StorageReader, TensorStorageMetadata
 
-from interlace.config import ModelConfig
-from interlace.errors import InputError
-from interlace.models import model_file
-from interlace.train.checkpoint_files import (
+from interlace.checkpoint.folders import (
     Damaged,
     check_file,
     folder_name,
     read_manifest,
     saved_steps,
 )
-from interlace.train.checkpoint_manifest import MANIFEST, Manifest
-from interlace.train.checkpoint_state import WEIGHTS
-from interlace.train.checkpoint_storage import CheckpointReader, check_headers, whole_tensor
+from interlace.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest
+from interlace.checkpoint.tensor_files import CheckpointReader, check_headers, whole_tensor
+from interlace.config import ModelConfig
+from interlace.errors import InputError
+from interlace.models import model_file
 
 _MODEL = f"{WEIGHTS}model."
 """The loss module calls the model `model`."""

@@ -16,8 +16,8 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
+from interlace.data.documents import companions, holds_ids, open_ids, read_texts
 from interlace.errors import InputError, RunError, nearest
-from interlace.train.documents import companions, holds_ids, open_ids, read_texts
 
 # Part of the cache key: raise it when records or header change.
 FORMAT = 2
