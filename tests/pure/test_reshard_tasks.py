@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from reshard_worlds import one_to_many, paper_case, problems, walk
 
 from interlace.errors import InputError
+from interlace.reshard.planning.describe import describe
 from interlace.reshard.planning.layout import Layout
 from interlace.reshard.planning.plan import ORDERS, STRATEGIES, Plan, TensorSpec, sub_boxes
 from interlace.reshard.planning.planner import make_plan
@@ -207,7 +208,7 @@ def test_topologies_that_cannot_be_are_refused() -> None:
 def test_description_names_what_moves() -> None:
     """Tasks with their senders' shares, bytes per host, times."""
     spec, topology = paper_case(2)
-    text = make_plan([spec], topology).describe()
+    text = describe(make_plan([spec], topology))
     assert "2 unit tasks" in text
     assert "1.0 GiB" in text
     assert "lower bound 858.99" in text

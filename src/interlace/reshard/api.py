@@ -12,6 +12,7 @@ from interlace.reshard.agreement import Agreement, agree_on_moves, agree_on_tens
 from interlace.reshard.handle import Handle, ending_on_error
 from interlace.reshard.inputs import Move, Placements, PlacementsOf, check_planned
 from interlace.reshard.peers import Peers
+from interlace.reshard.planning.describe import describe
 from interlace.reshard.planning.plan import Plan
 from interlace.reshard.roll import fresh
 from interlace.reshard.settings import Settings
@@ -87,7 +88,7 @@ class ReshardPlan:
 
     def describe(self) -> str:
         """Tasks, senders, order, bytes per link, predicted time and lower bound, as text."""
-        return self.plan.describe()
+        return describe(self.plan)
 
     def start(
         self, tensors: Mapping[str, DTensor | None] | None = None, *, step: int | None = None

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import prod
 
 from interlace.errors import InputError
-from interlace.reshard.planning.describe import describe
 from interlace.reshard.planning.layout import PARTIAL, Box, Layout
 from interlace.reshard.planning.topology import Topology
 
@@ -141,10 +140,6 @@ class Plan:
     def transfer_bytes(self, transfer: Transfer) -> int:
         """Bytes of one message."""
         return sum(map(self.part_bytes, transfer.parts))
-
-    def describe(self) -> str:
-        """Tasks, senders, order, bytes per link, predicted time and lower bound, as text."""
-        return describe(self)
 
     def of_rank(self, rank: int) -> Iterator[tuple[int, Transfer]]:
         """This rank's own sends and receives with their positions in the global order."""
