@@ -15,7 +15,7 @@ from processes import run_ranks
 
 from interlace.errors import InputError, RunError
 from interlace.graphs import collectives
-from interlace.ir.cluster import load_cluster
+from interlace.hardware.cluster import load_cluster
 from interlace.ir.graph import Kind
 from interlace.lab.imagined import ImaginedWorld, imagined_world
 

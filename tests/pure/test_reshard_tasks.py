@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from reshard_worlds import one_to_many, paper_case, problems, walk
 
 from interlace.errors import InputError
+from interlace.hardware.topology import Topology
 from interlace.reshard.planning.describe import describe
 from interlace.reshard.planning.layout import Layout
 from interlace.reshard.planning.plan import ORDERS, STRATEGIES, Plan, TensorSpec, sub_boxes
 from interlace.reshard.planning.planner import make_plan
 from interlace.reshard.planning.simulate import simulate
-from interlace.reshard.planning.topology import Topology
 
 Problem = tuple[list[TensorSpec], Topology]
 HEURISTIC = [order for order in ORDERS if order != "exact"]

@@ -11,7 +11,8 @@ from interlace.decompose.choose import SiteTimes, SliceTimes, Times, Way
 from interlace.decompose.find import row_operand
 from interlace.decompose.sites import Site
 from interlace.graphs.trace import StrandGraph
-from interlace.hardware.computed_costs import LAUNCH_NS, MachineModel, wire_bytes
+from interlace.hardware.computed_costs import LAUNCH_NS, MachineModel
+from interlace.hardware.wire import wire_bytes
 from interlace.ir.graph import Kind
 
 

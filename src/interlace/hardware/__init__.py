@@ -1,1 +1,1 @@
-"""Descriptions of machines, and the times computed from them. Torch-free."""
+"""Descriptions of machines and clusters, and the times that follow from them. Torch-free."""

@@ -1,10 +1,7 @@
 """Costs computed from a description of a machine instead of measured: roofline and alpha-beta.
 
     compute     max(flops / peak, bytes moved / memory bandwidth) + launch
-    collective  latency + bytes on the wire / link rate
-
-Bytes on the wire per rank for n ranks and a full tensor of S bytes: all-gather, reduce-scatter and
-all-to-all (n-1)/n S, all-reduce 2(n-1)/n S, broadcast S.
+    collective  latency + bytes on the wire (`hardware.wire`) / link rate
 
 On a GPU a collective holds some multiprocessors (SMs) and moves its bytes through memory, so beside
 it
@@ -20,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interlace.errors import InputError
+from interlace.hardware.wire import wire_bytes
 from interlace.ir.costs import LARGEST_FACTOR, CostTable, LinkFit, PairCost, cost_of
 from interlace.ir.graph import Kind, Operator, OpGraph
 
@@ -96,13 +94,3 @@ def _solo_ns(op: Operator, machine: MachineModel, ranks: int) -> int:
         return LAUNCH_NS + int(seconds * 1e9)
     wire = wire_bytes(op.kind, max(op.bytes_in, op.bytes_out), ranks)
     return machine.link_latency_ns + int(8e9 * wire / machine.link_bits_per_s)
-
-
-def wire_bytes(kind: Kind, full_bytes: int, ranks: int) -> float:
-    """Bytes that each rank sends for a collective on a tensor of `full_bytes`."""
-    share = (ranks - 1) / ranks
-    if kind is Kind.ALL_REDUCE:
-        return 2 * share * full_bytes
-    if kind in (Kind.BROADCAST, Kind.SEND):
-        return float(full_bytes)
-    return share * full_bytes

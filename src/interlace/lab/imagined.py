@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.errors import InputError, RunError
-from interlace.ir.cluster import Cluster, LinkName
+from interlace.hardware.cluster import Cluster, LinkName
 from interlace.ir.graph import Kind
 from interlace.lab import imagined_values as values
 from interlace.lab.imagined_cuda import CompileKernel, CudaLink

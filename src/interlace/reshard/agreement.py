@@ -10,14 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
+from interlace.hardware.topology import Topology, cluster_topology, host_groups
 from interlace.ranks.identity import ProcessIdentity
-from interlace.reshard.hosts import (
-    ASSUMED,
-    cluster_topology,
-    host_groups,
-    host_name,
-    measured_rates,
-)
+from interlace.reshard.hosts import ASSUMED, host_name, measured_rates
 from interlace.reshard.inputs import (
     Item,
     Move,
@@ -33,7 +28,6 @@ from interlace.reshard.layouts import MeshRanks, layout_text
 from interlace.reshard.meeting import Meeting, agreed, check_equal, open_meeting
 from interlace.reshard.planning.plan import Plan
 from interlace.reshard.planning.planner import make_plan
-from interlace.reshard.planning.topology import Topology
 from interlace.reshard.program import Program, make_program
 from interlace.reshard.roll import Roll
 from interlace.reshard.settings import Settings

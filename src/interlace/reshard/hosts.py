@@ -3,14 +3,13 @@
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations
 
 import torch
 
-from interlace.ir.cluster import Cluster
-from interlace.reshard.planning.topology import Topology
+from interlace.hardware.topology import Topology
 from interlace.reshard.wire import Wire
 
 ASSUMED = Topology(
@@ -29,26 +28,6 @@ _PROBES = 4
 def host_name() -> str:
     """Names this rank's host; containers of one launcher are told apart by their node rank."""
     return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
-
-
-def host_groups(host_of: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
-    """Ranks by host, in the order of the lowest rank."""
-    hosts: dict[str, list[int]] = {}
-    for rank in sorted(host_of):
-        hosts.setdefault(host_of[rank], []).append(rank)
-    return tuple(map(tuple, hosts.values()))
-
-
-def cluster_topology(cluster: Cluster, ranks: Sequence[int]) -> Topology:
-    """The ranks on a cluster, whose ranks fill one host after the other; a port per device."""
-    places = {rank: str(rank // cluster.devices_per_host) for rank in ranks}
-    return Topology(
-        hosts=host_groups(places),
-        nics_per_host=cluster.devices_per_host,
-        inter_host_bytes_per_s=cluster.inter_host.bytes_per_s,
-        intra_host_bytes_per_s=cluster.intra_host.bytes_per_s,
-        latency_ns=round(cluster.inter_host.step_latency_us * 1e3),
-    )
 
 
 def measured_rates(

@@ -21,6 +21,7 @@ from interlace.checkpoint.request import (
 from interlace.claims import RESTART_WAIT_S, WAIT_S, Claims, new_token
 from interlace.config import RunConfig, Strands
 from interlace.errors import InputError, RunError
+from interlace.hardware.devices import peak_flops
 from interlace.ir import store
 from interlace.ir.noise import noise_of
 from interlace.ir.timeline import Timeline
@@ -33,7 +34,7 @@ from interlace.train.checkpointer import Checkpointer
 from interlace.train.compare import compare, update
 from interlace.train.environment import describe_environment
 from interlace.train.fallback import Trial
-from interlace.train.metrics import MetricsWriter, peak_flops, step_line
+from interlace.train.metrics import MetricsWriter, step_line
 from interlace.train.model_flops import flops_per_token
 from interlace.train.proof import proof_rows, proof_table
 from interlace.train.session import Session, vocabulary

@@ -7,7 +7,7 @@ devices' links. Ends are numbered so that arrays can hold what is known of them.
 from collections.abc import Sequence
 from math import ceil, floor
 
-from interlace.reshard.planning.topology import Topology
+from interlace.hardware.topology import Topology
 
 
 class Links:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import prod
 
 from interlace.errors import InputError
+from interlace.hardware.topology import Topology
 from interlace.reshard.planning.layout import PARTIAL, Box, Layout
-from interlace.reshard.planning.topology import Topology
 
 STRATEGIES = ("auto", "send_recv", "local_all_gather", "global_all_gather", "broadcast")
 ORDERS = ("auto", "naive", "load_balance", "search", "random_greedy", "exact", "balanced")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from interlace.errors import InputError, nearest
+from interlace.hardware.topology import Topology
 from interlace.reshard.planning.bounds import lower_bound_ns
 from interlace.reshard.planning.chunking import Cutter, check_count, default_chunk_bytes
 from interlace.reshard.planning.layout import Layout
@@ -12,7 +13,6 @@ from interlace.reshard.planning.links import Links
 from interlace.reshard.planning.plan import ORDERS, STRATEGIES, Plan, TensorSpec
 from interlace.reshard.planning.problem import BALANCED, Problem
 from interlace.reshard.planning.tasks import make_bundles, make_tasks
-from interlace.reshard.planning.topology import Topology
 
 FEW = 5_000
 """Up to so many messages `auto` makes other plans too: sending directly, which saves the hops'

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from interlace.hardware.topology import Topology
 from interlace.reshard.planning.balance import balance
 from interlace.reshard.planning.chunking import Cutter
 from interlace.reshard.planning.exact import exact
@@ -17,7 +18,6 @@ from interlace.reshard.planning.search import search
 from interlace.reshard.planning.simulate import run
 from interlace.reshard.planning.strategies import WAYS
 from interlace.reshard.planning.tasks import Bundle
-from interlace.reshard.planning.topology import Topology
 
 BALANCED = "balanced"
 

@@ -1,9 +1,11 @@
 """Where ranks are and how fast they reach each other."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from interlace.errors import InputError
+from interlace.hardware.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,3 +58,23 @@ class Topology:
             for host, ranks in enumerate(self.hosts)
             for i, rank in enumerate(ranks)
         }
+
+
+def host_groups(host_of: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
+    """Ranks by host, in the order of the lowest rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank in sorted(host_of):
+        hosts.setdefault(host_of[rank], []).append(rank)
+    return tuple(map(tuple, hosts.values()))
+
+
+def cluster_topology(cluster: Cluster, ranks: Sequence[int]) -> Topology:
+    """The ranks on a cluster, whose ranks fill one host after the other; a port per device."""
+    places = {rank: str(rank // cluster.devices_per_host) for rank in ranks}
+    return Topology(
+        hosts=host_groups(places),
+        nics_per_host=cluster.devices_per_host,
+        inter_host_bytes_per_s=cluster.inter_host.bytes_per_s,
+        intra_host_bytes_per_s=cluster.intra_host.bytes_per_s,
+        latency_ns=round(cluster.inter_host.step_latency_us * 1e3),
+    )

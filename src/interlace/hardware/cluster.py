@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 import interlace.presets
 from interlace.errors import InputError, nearest
+from interlace.hardware.wire import wire_bytes_by_link
 from interlace.ir.graph import Kind
 
 BASE_LATENCY_US = 8.4
@@ -109,32 +110,12 @@ class Cluster:
             + network_steps * self.inter_host.step_latency_us
             + (steps - network_steps) * self.intra_host.step_latency_us
         )
-        inside, across = _wire_bytes(kind, full_bytes, len(ranks), hosts, local)
+        inside, across = wire_bytes_by_link(kind, full_bytes, len(ranks), hosts, local)
         transfer_s = max(inside / self.intra_host.bytes_per_s, across / self.inter_host.bytes_per_s)
         return round(latency_us * 1e3 + transfer_s * 1e9)
 
     def _per_host(self, ranks: Sequence[int]) -> Counter[int]:
         return Counter(rank // self.devices_per_host for rank in ranks)
-
-
-def _wire_bytes(
-    kind: Kind, full_bytes: int, ranks: int, hosts: int, local: int
-) -> tuple[float, float]:
-    """Bytes that one device sends (inside its host, to other hosts).
-
-    A gathered or reduced tensor crosses into each host once, shared among the ports of its `local`
-    devices; pieces of an all-to-all have one reader each and cross for every rank. A send has one
-    reader; where ranks are on several hosts, the last device of each sends to another host.
-    """
-    if kind is Kind.ALL_TO_ALL:
-        return full_bytes * (local - 1) / ranks, full_bytes * (ranks - local) / ranks
-    if kind is Kind.SEND:
-        return float(full_bytes) * (local > 1), float(full_bytes) * (hosts > 1)
-    passes = 2 if kind is Kind.ALL_REDUCE else 1
-    inside, across = (local - 1) / local, (hosts - 1) / hosts / local
-    if kind is Kind.BROADCAST:
-        inside, across = float(local > 1), float(hosts > 1) / local
-    return passes * full_bytes * inside, passes * full_bytes * across
 
 
 def cluster_files() -> dict[str, Path]:
