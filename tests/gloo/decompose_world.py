@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from interlace.config import ModelConfig, ParallelConfig, Recompute
-from interlace.decompose.apply import Decompose, decompose_chunk
 from interlace.decompose.choose import Request, SiteTimes, SliceTimes, Way
+from interlace.decompose.rewrite.apply import Decompose, decompose_chunk
 from interlace.decompose.sites import Site
 from interlace.graphs.recompute import RecomputePolicy, with_recompute
 from interlace.graphs.torch_private import init_fake_world

@@ -10,8 +10,8 @@ import torch
 from decompose_world import Model, asked, build_llama, imagined_llama
 from processes import run_ranks
 
-from interlace.decompose.apply import Decompose
 from interlace.decompose.choose import Request, SiteTimes, SliceTimes, Way
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.decompose.sites import Site
 from interlace.errors import InputError
 from interlace.graphs.trace import StrandGraph

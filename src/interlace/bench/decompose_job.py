@@ -33,7 +33,7 @@ from interlace.bench.decompose_shapes import (
     read_job,
     settled,
 )
-from interlace.decompose.exchange import Link, Message
+from interlace.decompose.functions.exchange import Link, Message
 from interlace.errors import RunError
 from interlace.lab.hosts import set_own_rate
 from interlace.lab.links import emulated_backend

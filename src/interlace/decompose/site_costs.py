@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from interlace.decompose.choose import SiteTimes, SliceTimes, Times, Way
-from interlace.decompose.find import row_operand
+from interlace.decompose.rewrite.find import row_operand
 from interlace.decompose.sites import Site
 from interlace.graphs.trace import StrandGraph
 from interlace.hardware.computed_costs import LAUNCH_NS, MachineModel

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.decompose.choose import SiteTimes, SliceTimes, Way
+from interlace.decompose.order import hop
 from interlace.decompose.site_costs import Product, products_of, sent_value
 from interlace.decompose.sites import Site
 from interlace.graphs.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
@@ -152,8 +153,8 @@ class _Site:
 
     def _send(self, distance: int, rows: int) -> Pending:
         to, source = [0] * self.site.ranks, [0] * self.site.ranks
-        to[(self.rank + distance) % self.site.ranks] = rows
-        source[(self.rank - distance) % self.site.ranks] = rows
+        above, below = hop(self.rank, self.site.ranks, distance)
+        to[above] = source[below] = rows
         return all_to_all(self.sent[:rows], source, to, self.site.group)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
-from interlace.decompose.apply import Decompose, decompose_chunk
 from interlace.decompose.listing import Listing, with_others
+from interlace.decompose.rewrite.apply import Decompose, decompose_chunk
 from interlace.errors import InputError
 from interlace.graphs.accumulate import accumulate_gradients
 from interlace.graphs.collectives import is_collective

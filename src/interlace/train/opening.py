@@ -9,7 +9,7 @@ from torch import nn
 
 from interlace.config import Mode, RunConfig, modes_of
 from interlace.data.batches import open_dataset
-from interlace.decompose.apply import Decompose
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.wide_sums import wide_sums

@@ -21,8 +21,8 @@ from interlace import run_files
 from interlace.claims import refuse_in_live_run
 from interlace.config import RunConfig, parse_rate, world_of
 from interlace.data.tokens import open_tokenizer
-from interlace.decompose.apply import Decompose
 from interlace.decompose.choose import Request
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.decompose.site_costs import computed_times
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from interlace.config import Mode, OverlapConfig, RunConfig, parse_rate
 from interlace.data.batches import Batches, Dataset
-from interlace.decompose.apply import Decompose
 from interlace.decompose.choose import Request
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan

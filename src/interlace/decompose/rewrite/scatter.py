@@ -9,13 +9,19 @@ Weight gradients made of the same values run under what is still on its way at t
 import torch
 from torch import Tensor, fx
 
-from interlace.decompose.erase import erase_unused
-from interlace.decompose.find import Sum, is_matmul, is_sum, match_site, matmuls_of, row_operand
+from interlace.decompose.rewrite.find import (
+    Sum,
+    is_matmul,
+    is_sum,
+    match_site,
+    matmuls_of,
+    row_operand,
+)
+from interlace.decompose.rewrite.sends import Route, Track, cut_rows, rows_slice, scatter_slices
 from interlace.decompose.sites import Site
-from interlace.decompose.tracks import Route, Track, cut_rows, rows_slice, scatter_slices
 from interlace.graphs.buffers import filled
 from interlace.graphs.trace import StrandGraph
-from interlace.graphs.writer import GraphWriter
+from interlace.graphs.writer import GraphWriter, erase_unused
 
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from interlace.decompose.arguments import check_alike, scatter_order
 from interlace.decompose.attention_rows import attend_rows, attend_rows_backward
-from interlace.decompose.forms import gather_slices, scatter_slices
-from interlace.decompose.ring import Order, Part
-from interlace.decompose.weight_gradient import GradientSum
+from interlace.decompose.functions.arguments import check_alike, scatter_order
+from interlace.decompose.functions.loops import gather_slices, scatter_slices
+from interlace.decompose.functions.weight_gradient import GradientSum
+from interlace.decompose.order import Order, Part
 from interlace.errors import InputError
 
 

@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from interlace.decompose.choose import Request, Times, choose
-from interlace.decompose.find import find_sites
 from interlace.decompose.listing import Listing
-from interlace.decompose.query_split import find_attention
-from interlace.decompose.rewrite import rewrite
+from interlace.decompose.rewrite.find import find_sites
+from interlace.decompose.rewrite.gather import rewrite_gather
+from interlace.decompose.rewrite.query_split import find_attention, rewrite_attention
+from interlace.decompose.rewrite.scatter import rewrite_all_reduce, rewrite_scatter
+from interlace.decompose.rewrite.slicing import slice_site
+from interlace.decompose.sites import Site
 from interlace.graphs.torch_private import process_group
 from interlace.graphs.trace import ChunkGraphs, StrandGraph
 
@@ -55,3 +58,24 @@ def _decompose(
             rank = process_group(site.group).rank()
             strand = rewrite(strand, site, choice.variant, choice.pieces, rank)
     return strand, Listing(choices=tuple(choices), missed=tuple(missed))
+
+
+def rewrite(
+    strand: StrandGraph, site: Site, variant: str, pieces: int, rank_in_group: int
+) -> StrandGraph:
+    """`strand` with `site` decomposed into `pieces` slices per rank (with `slicing`: in all);
+    changes its graph. The site is one that `find_sites` found in this graph."""
+    if site.kind == "attention_scatter":
+        done = rewrite_attention(strand, site, variant, pieces, rank_in_group)
+    elif variant == "slicing":
+        done = slice_site(strand, site, pieces)
+    else:
+        write = {
+            "gather_matmul": rewrite_gather,
+            "matmul_scatter": rewrite_scatter,
+            "matmul_reduce": rewrite_all_reduce,
+        }[site.kind]
+        write(strand, site, variant, pieces, rank_in_group)
+        done = replace(strand)
+    done.module.recompile()
+    return done

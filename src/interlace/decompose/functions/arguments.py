@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.decompose.ring import VARIANTS, Order, Variant
+from interlace.decompose.order import VARIANTS, Order, Variant
 from interlace.errors import InputError, nearest
 
 _LAYOUT = "weights have the layout of torch.nn.Linear, [out, in]"

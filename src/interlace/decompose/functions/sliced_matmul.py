@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from interlace.decompose.arguments import check_matmul, rank_and_ranks
-from interlace.decompose.ring import Part, cut
+from interlace.decompose.functions.arguments import check_matmul, rank_and_ranks
+from interlace.decompose.order import Part, cut
 from interlace.errors import InputError
 from interlace.graphs import collectives
 

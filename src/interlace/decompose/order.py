@@ -44,6 +44,24 @@ def cut(rows: int, parts: int) -> list[Part]:
     return [Part(rows * i // parts, rows * (i + 1) // parts) for i in range(parts)]
 
 
+def gathered_owner(rank: int, ranks: int, step: int, direction: int = 1) -> int:
+    """Whose slice a gather visits in a step: the own one first, then as slices arrive."""
+    return (rank - direction * step) % ranks
+
+
+def scattered_owner(
+    rank: int, ranks: int, step: int, direction: int = 1, *, straight: bool = False
+) -> int:
+    """Whose slice a scatter visits in a step: the own one last."""
+    away = direction * (step + 1)
+    return (rank + (away if straight else -away)) % ranks
+
+
+def hop(rank: int, ranks: int, distance: int) -> Hop:
+    """The ranks `distance` above, which is sent to, and as far below, which is received from."""
+    return Hop((rank + distance) % ranks, (rank - distance) % ranks)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
     """The order of one rank. Step i visits, for each piece in turn and in each lane, one part of
@@ -103,17 +121,17 @@ class Order:
 
     def gathered(self, step: int, lane: int, piece: int) -> Part:
         """What a gather visits: own slice first, then as slices arrive."""
-        owner = (self.rank - self.directions[lane] * step) % self.ranks
+        owner = gathered_owner(self.rank, self.ranks, step, self.directions[lane])
         return self.part(owner, self.index(lane, piece))
 
     def scattered(self, step: int, lane: int, piece: int) -> Part:
         """What a scatter visits: own slice last."""
-        away = self.directions[lane] * (step + 1)
-        owner = (self.rank + (away if self.straight else -away)) % self.ranks
+        direction = self.directions[lane]
+        owner = scattered_owner(self.rank, self.ranks, step, direction, straight=self.straight)
         return self.part(owner, self.index(lane, piece))
 
     def hop(self, step: int, lane: int) -> Hop:
         """The transfer between `step` and `step` + 1: in a gather it brings what the latter visits,
         in a scatter it takes away what the former computed."""
         distance = step + 1 if self.straight else self.directions[lane]
-        return Hop((self.rank + distance) % self.ranks, (self.rank - distance) % self.ranks)
+        return hop(self.rank, self.ranks, distance)

@@ -17,8 +17,8 @@ from itertools import product
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.decompose.exchange import Link, Message
-from interlace.decompose.ring import Order, Part
+from interlace.decompose.functions.exchange import Link, Message
+from interlace.decompose.order import Order, Part
 
 Compute = Callable[[Part, Tensor], None]
 

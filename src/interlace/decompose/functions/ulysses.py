@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from interlace.decompose.arguments import check_alike, gather_order, rank_and_ranks
 from interlace.decompose.attention_rows import attend_rows, attend_rows_backward
-from interlace.decompose.exchange import Link, Message
-from interlace.decompose.ring import Order, Part
+from interlace.decompose.functions.arguments import check_alike, gather_order, rank_and_ranks
+from interlace.decompose.functions.exchange import Link, Message
+from interlace.decompose.order import Order, Part
 from interlace.errors import InputError
 
 

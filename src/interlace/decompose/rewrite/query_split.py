@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, fx
 
 from interlace.decompose import attention_rows
-from interlace.decompose.erase import erase_unused
-from interlace.decompose.find import Sum, find_sites, match_site, row_operand
-from interlace.decompose.rewrite_scatter import rewrite_scatter
+from interlace.decompose.rewrite.find import Sum, find_sites, match_site, row_operand
+from interlace.decompose.rewrite.scatter import rewrite_scatter
+from interlace.decompose.rewrite.sends import cut_rows
 from interlace.decompose.sites import Missed, Site
-from interlace.decompose.tracks import cut_rows
 from interlace.errors import InputError
 from interlace.graphs.buffers import filled
 from interlace.graphs.trace import StrandGraph
-from interlace.graphs.writer import GraphWriter
+from interlace.graphs.writer import GraphWriter, erase_unused
 
 aten = torch.ops.aten
 _KERNELS = frozenset(

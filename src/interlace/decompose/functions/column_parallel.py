@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from interlace.decompose.arguments import check_matmul, gather_order, is_differentiated
-from interlace.decompose.forms import gather_slices, scatter_slices, waits
-from interlace.decompose.ring import Order, Part
-from interlace.decompose.weight_gradient import GradientSum, fill
+from interlace.decompose.functions.arguments import check_matmul, gather_order, is_differentiated
+from interlace.decompose.functions.loops import gather_slices, scatter_slices, waits
+from interlace.decompose.functions.weight_gradient import GradientSum, fill
+from interlace.decompose.order import Order, Part
 
 
 @overload

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from interlace.decompose.arguments import check_matmul, rank_and_ranks, scatter_order
-from interlace.decompose.forms import gather_slices, scatter_slices
-from interlace.decompose.ring import Order, Part, cut
-from interlace.decompose.weight_gradient import GradientSum
+from interlace.decompose.functions.arguments import check_matmul, rank_and_ranks, scatter_order
+from interlace.decompose.functions.loops import gather_slices, scatter_slices
+from interlace.decompose.functions.weight_gradient import GradientSum
+from interlace.decompose.order import Order, Part, cut
 
 
 def matmul_scatter(

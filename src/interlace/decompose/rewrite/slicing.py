@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from interlace.decompose.erase import erase_unused, move_before
-from interlace.decompose.find import (
+from interlace.decompose.rewrite.find import (
     Gather,
     Sum,
     is_matmul,
@@ -26,7 +25,7 @@ from interlace.decompose.find import (
 from interlace.decompose.sites import Site
 from interlace.errors import InputError
 from interlace.graphs.trace import StrandGraph
-from interlace.graphs.writer import GraphWriter
+from interlace.graphs.writer import GraphWriter, erase_unused, move_before
 
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional

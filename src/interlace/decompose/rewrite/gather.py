@@ -7,13 +7,12 @@ together, by a copy of each slice, only if somebody else reads it, such as a wei
 import torch
 from torch import Tensor, fx
 
-from interlace.decompose.erase import erase_unused, move_before
-from interlace.decompose.find import Gather, match_site, row_operand
+from interlace.decompose.rewrite.find import Gather, match_site, row_operand
+from interlace.decompose.rewrite.sends import Route, cut_rows, gather_slices, rows_slice
 from interlace.decompose.sites import Site
-from interlace.decompose.tracks import Route, cut_rows, gather_slices, rows_slice
 from interlace.graphs.buffers import filled
 from interlace.graphs.trace import StrandGraph
-from interlace.graphs.writer import GraphWriter
+from interlace.graphs.writer import GraphWriter, erase_unused, move_before
 
 aten = torch.ops.aten
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
+from interlace.decompose.order import gathered_owner, hop, scattered_owner
 from interlace.graphs.writer import GraphWriter
 
 aten = torch.ops.aten
@@ -70,8 +71,8 @@ def send(writer: GraphWriter, x: fx.Node, route: Route, distance: int) -> fx.Nod
     """Start sending x to the rank `distance` above, and receiving as much from as far below."""
     rows = x.meta["val"].shape[0]
     to, source = [0] * route.ranks, [0] * route.ranks
-    to[(route.rank + distance) % route.ranks] = rows
-    source[(route.rank - distance) % route.ranks] = rows
+    above, below = hop(route.rank, route.ranks, distance)
+    to[above] = source[below] = rows
     return writer.call(_functional.all_to_all_single.default, x, source, to, route.group)
 
 
@@ -99,7 +100,7 @@ def _gather_ring(
                 current[i] = arrive(writer, sent[i])
                 if step < ranks - 1:
                     sent[i] = send(writer, current[i], route, track.direction)
-            owner = (route.rank - step * track.direction) % ranks
+            owner = gathered_owner(route.rank, ranks, step, track.direction)
             yield current[i], owner * route.rows + track.first
 
 
@@ -110,7 +111,7 @@ def _gather_direct(
     for step in range(route.ranks):
         more = step < route.ranks - 1
         sent = [send(writer, x, route, step + 1) for x in own] if more else []
-        owner = (route.rank - step) % route.ranks
+        owner = gathered_owner(route.rank, route.ranks, step)
         for x, track in zip(current, route.tracks, strict=True):
             arrived = x if not step else arrive(writer, x)
             yield arrived, owner * route.rows + track.first
@@ -143,7 +144,7 @@ def _scatter_ring(
     for step in range(route.ranks):
         last = step == route.ranks - 1
         for i, track in enumerate(route.tracks):
-            owner = (route.rank - track.direction * (1 + step)) % route.ranks
+            owner = scattered_owner(route.rank, route.ranks, step, track.direction)
             first = owner * route.rows + track.first
             total = compute(first, track.rows, parts[i] if last else None)
             if step:
@@ -166,7 +167,7 @@ def _scatter_direct(
     results: list[fx.Node] = []
     for step in range(route.ranks):
         last = step == route.ranks - 1
-        owner = (route.rank + 1 + step) % route.ranks
+        owner = scattered_owner(route.rank, route.ranks, step, straight=True)
         for i, track in enumerate(route.tracks):
             first = owner * route.rows + track.first
             total = compute(first, track.rows, parts[i] if last else None)
