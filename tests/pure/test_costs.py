@@ -16,11 +16,11 @@ from interlace.ir.costs import (
     Together,
     compute_factor,
     cost_of,
+    fit_line,
     overlap_effectiveness,
     shared_links,
     transfer_factor,
 )
-from interlace.ir.fits import fit_line
 from interlace.ir.graph import Kind, OpGraph
 
 TIMES = {"a": 100, "b": 200, "c": 300}

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 
-from interlace.ir.costs import CostTable, LinkFit
-from interlace.ir.fits import fit_line
+from interlace.ir.costs import CostTable, LinkFit, fit_line
 from interlace.ir.graph import Kind
 from interlace.ir.noise import excess_of_fit, excess_of_oef
 from interlace.measure.operands import Capture, CollectiveCall, ComputeCall

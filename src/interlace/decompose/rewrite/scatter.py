@@ -18,7 +18,7 @@ from interlace.decompose.rewrite.find import (
     row_operand,
 )
 from interlace.decompose.rewrite.sends import Route, Track, cut_rows, rows_slice, scatter_slices
-from interlace.decompose.sites import Site
+from interlace.decompose.sites import Site, blocks_of
 from interlace.graphs.buffers import filled
 from interlace.graphs.trace import StrandGraph
 from interlace.graphs.writer import GraphWriter, erase_unused
@@ -71,11 +71,6 @@ def rewrite_all_reduce(
         place = rows_slice(writer, whole, block * block_rows, block_rows)
         writes.append(writer.call(aten.copy_.default, place, part))
     _replace(writer, match, writer.call(filled, whole, *writes))
-
-
-def blocks_of(rows: int, pieces: int) -> int:
-    """The largest number of blocks up to `pieces` that divides the rows of a rank."""
-    return next(count for count in range(max(1, min(pieces, rows)), 0, -1) if rows % count == 0)
 
 
 def _open(strand: StrandGraph, site: Site) -> tuple[Sum, GraphWriter]:

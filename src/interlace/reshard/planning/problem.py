@@ -7,9 +7,8 @@ from interlace.hardware.topology import Topology
 from interlace.reshard.planning.balance import balance
 from interlace.reshard.planning.chunking import Cutter
 from interlace.reshard.planning.exact import exact
-from interlace.reshard.planning.hops import Hops
+from interlace.reshard.planning.hops import Hops, Loads
 from interlace.reshard.planning.links import Links
-from interlace.reshard.planning.loads import Loads
 from interlace.reshard.planning.ordering import Sequenced, host_tasks, load_balance, naive
 from interlace.reshard.planning.plan import Copy, Plan, Task, TensorSpec, Transfer
 from interlace.reshard.planning.random_greedy import random_greedy
