@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import torch.distributed as dist
 
@@ -90,6 +90,15 @@ class Verdict:
         """As text, for the store."""
         return json.dumps(asdict(self))
 
+    @classmethod
+    def read(cls, text: bytes) -> Self | None:
+        """What the key `verdict` of the store says; None while nothing is decided."""
+        return None if text.decode() == UNDECIDED else cls.from_json(text)
+
+    def decide(self, store: dist.Store) -> "Verdict":
+        """Writes the verdict, unless another rank was first; returns the one that holds."""
+        return Verdict.from_json(store.compare_set("verdict", UNDECIDED, self.to_json()))
+
     def error(self) -> PeerError:
         """The verdict as the error that the main thread raises."""
         ranks = () if self.rank is None else (self.rank,)
@@ -114,6 +123,65 @@ class Peer:
             return None
         what, hint = self.silence.text()
         return Verdict(self.who.rank, f"{self.who} {what}", hint)
+
+
+class Observer:
+    """Counts only time in which its caller looked: after a pause of its own it accuses nobody."""
+
+    def __init__(self, most_s: float) -> None:
+        """`most_s` is the most that counts for one look."""
+        self._most_s = most_s
+        self._last_look = time.monotonic()
+
+    def begin(self) -> None:
+        """Counts from now on."""
+        self._last_look = time.monotonic()
+
+    def since_last_look_s(self) -> float:
+        """The time since the last look that counts."""
+        now = time.monotonic()
+        observed_s = min(now - self._last_look, self._most_s)
+        self._last_look = now
+        return observed_s
+
+
+class Heartbeats(Protocol):
+    """Who beats, and who watches whom: what a `Watchdog` needs of it. All but the two properties
+    may raise RuntimeError (no connection to the store)."""
+
+    @property
+    def store_host(self) -> Peer | None:
+        """Rank 0, whose process may host the store, once it is known."""
+        ...
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all that this rank must be able to name have joined."""
+        ...
+
+    def join(self) -> None:
+        """The first beat."""
+        ...
+
+    def round(self) -> Verdict | None:
+        """One heartbeat and one look; the verdict if there is one by now."""
+        ...
+
+    def decide(self, verdict: Verdict) -> Verdict:
+        """Writes the verdict, unless another rank was first; returns the one that holds."""
+        ...
+
+    def stop(self) -> bool:
+        """Marks this rank as ended normally; True once its process may go."""
+        ...
+
+    def acknowledge(self, verdict: Verdict) -> None:
+        """Counts this rank as one that knows the verdict."""
+        ...
+
+    def pause_s(self) -> float:
+        """Time until the next round."""
+        ...
 
 
 class Ring:
@@ -146,7 +214,7 @@ class Ring:
         self.store_host: Peer | None = None
         """Rank 0, whose process may host the store, once it has joined."""
         self._last_beat = b""
-        self._last_look = time.monotonic()
+        self._observer = Observer(2 * limits.heartbeat_s)
         self._starting_s = 0.0
         self._leavers: Leavers | None = None
         self._marked_stopped = False
@@ -162,7 +230,7 @@ class Ring:
         self._store.compare_set("verdict", "", UNDECIDED)
         self._store.set(f"beat/{self._rank}", "0")
         self._store.set(f"who/{self._rank}", self._identity.to_json())
-        self._last_look = time.monotonic()
+        self._observer.begin()
 
     def round(self) -> Verdict | None:
         """One heartbeat and one look at the neighbour; the verdict if there is one by now."""
@@ -181,8 +249,7 @@ class Ring:
 
     def decide(self, verdict: Verdict) -> Verdict:
         """Writes the verdict, unless another rank was first; returns the one that holds."""
-        held = self._store.compare_set("verdict", UNDECIDED, verdict.to_json())
-        return Verdict.from_json(held)
+        return verdict.decide(self._store)
 
     def stop(self) -> bool:
         """Marks this rank as ended normally; True once its process may go.
@@ -234,32 +301,25 @@ class Ring:
 
     def _look(self) -> tuple[Verdict | None, Verdict | None]:
         """Reads (the verdict, a suspicion): both None while all is well."""
-        observed_s = self._observed_s()
+        observed_s = self._observer.since_last_look_s()
         if self._leavers is not None:  # all others have stopped
             late = self._leavers.look(observed_s, self._limits)
             suspicion = None if late is None else Verdict(*late)
-            return self._parse(self._store.get("verdict")), suspicion
+            return Verdict.read(self._store.get("verdict")), suspicion
         if self._watched == self._rank:  # all others have stopped, or there are none
-            return self._parse(self._store.get("verdict")), None
+            return Verdict.read(self._store.get("verdict")), None
         self._meet()
         if self._peer is None:
             self._starting_s += observed_s
-            return self._parse(self._store.get("verdict")), self._missing()
+            return Verdict.read(self._store.get("verdict")), self._missing()
         beat, text = self._store.multi_get([f"beat/{self._watched}", "verdict"])
-        verdict = self._parse(text)
+        verdict = Verdict.read(text)
         if beat == _STOPPED:
             self._watched = (self._watched + 1) % self._world_size
             self._peer, self._last_beat = None, b""
             return verdict, None
         heard, self._last_beat = beat != self._last_beat, beat
         return verdict, self._peer.verdict(observed_s, heard=heard)
-
-    def _observed_s(self) -> float:
-        """Counts only time in which this rank looked: after its own pause it accuses nobody."""
-        now = time.monotonic()
-        observed_s = min(now - self._last_look, 2 * self._limits.heartbeat_s)
-        self._last_look = now
-        return observed_s
 
     def _meet(self) -> None:
         """Reads who the neighbour and rank 0 are, once they have joined."""
@@ -288,7 +348,3 @@ class Ring:
 
     def _who(self, rank: int) -> ProcessIdentity:
         return ProcessIdentity.from_json(self._store.get(f"who/{rank}").decode())
-
-    @staticmethod
-    def _parse(text: bytes) -> Verdict | None:
-        return None if text.decode() == UNDECIDED else Verdict.from_json(text)

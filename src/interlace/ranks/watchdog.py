@@ -28,7 +28,7 @@ from interlace.ranks.ending import (
     end_process,
     end_without_shutdown,
 )
-from interlace.ranks.heartbeat import Peer, Ring, Verdict
+from interlace.ranks.heartbeat import Heartbeats, Peer, Ring, Verdict
 from interlace.ranks.identity import ProcessIdentity
 from interlace.ranks.silence import Limits
 from interlace.ranks.store_host import StoreHost
@@ -75,7 +75,8 @@ class Watchdog:
     ranks use 2 s. The training thread does nothing.
 
     `process_ends` says that each rank's process ends right after the context: rank 0 then waits
-    up to `end_s` for those on its host. Raises InputError as `Limits` does.
+    up to `end_s` for those on its host. `heartbeats` says who watches whom, if not every rank its
+    neighbour. Raises InputError as `Limits` does.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Watchdog:
         end_s: float = 30.0,
         process_ends: bool = False,
         on_exit: Callable[[str], None] | None = None,
+        heartbeats: Heartbeats | None = None,
     ) -> None:
         self._limits = Limits(
             heartbeat_s=heartbeat_s,
@@ -105,7 +107,8 @@ class Watchdog:
         self._on_exit = on_exit
         self._identity = ProcessIdentity.of_this_process(rank)
         self._host = StoreHost(self._limits)
-        self._ring: Ring | None = None
+        self._heartbeats = heartbeats
+        self._ring: Heartbeats | None = None
         self._rounds = 0
         self._task: Task | None = None
         self._wake = threading.Event()
@@ -113,6 +116,7 @@ class Watchdog:
         self._main_leaves = threading.Event()
         self._told = threading.Event()  # the others have had time to read the verdict
         self._done = threading.Event()
+        self._joined = threading.Event()
         self._met = threading.Event()  # the neighbour and rank 0 can be named
         self._stopping = False
         self._reported = False
@@ -124,16 +128,31 @@ class Watchdog:
     # ---- the main thread
 
     def __enter__(self) -> Self:
+        self._begin()
+        self._met.wait()  # at most start_s; then the process is ended
+        return self
+
+    def enter_alone(self) -> None:
+        """Enters without waiting for any other rank: returns after the first beat. Raises PeerError
+        if the store cannot be reached."""
+        self._begin()
+        while not self._joined.wait(timeout=_TICK_S):
+            if self._verdict is not None:
+                self._main_leaves.set()
+                self._end_soon()
+                raise self._verdict.error()
+
+    def _begin(self) -> None:
         assert not self._done.is_set(), "a watchdog cannot be entered again"
-        self._begin_guard()
+        self._nowhere = os.open(os.devnull, os.O_WRONLY)  # later no descriptor may be left
+        threading.Thread(target=self._guard, name="interlace-dead-man", daemon=True).start()
         try:
-            self._ring = self._open_ring()
+            self._ring = self._heartbeats or self._open_ring()
         except BaseException:
             self._done.set()
             raise
-        self._begin_heart()
-        self._met.wait()  # at most start_s; then the process is ended
-        return self
+        self._heart = threading.Thread(target=self._beat, name="interlace-heartbeat", daemon=True)
+        self._heart.start()
 
     def _open_ring(self) -> Ring:
         # The n-th watchdog of this rank on this store; the same number on all ranks.
@@ -218,6 +237,19 @@ class Watchdog:
         hint = hint or f"the output of rank {self._identity.rank} says where"
         self._fail(Verdict(self._identity.rank, f"{self._identity} failed: {message}", hint))
 
+    def abandon(self, message: str, *, hint: str) -> None:
+        """As `fail`, for a process that goes on: it is watched no longer."""
+        assert self._ring is not None
+        self._main_leaves.set()
+        self._done.set()
+        self._ring.decide(Verdict(self._identity.rank, f"{self._identity} failed: {message}", hint))
+        self._wake.set()
+
+    def raise_verdict(self) -> None:
+        """Raises PeerError if there is a verdict by now."""
+        if self._verdict is not None:
+            raise self._verdict.error()
+
     def explain(self, error: BaseException) -> PeerError | None:
         """The rank truly at fault when a collective raised `error`, or None.
 
@@ -232,14 +264,6 @@ class Watchdog:
         if not self._decided.wait(timeout=self._limits.dead_after_s + 1.0):
             self._main_leaves.clear()
         return self._verdict.error() if self._verdict is not None else None
-
-    def _begin_guard(self) -> None:
-        self._nowhere = os.open(os.devnull, os.O_WRONLY)  # later no descriptor may be left
-        threading.Thread(target=self._guard, name="interlace-dead-man", daemon=True).start()
-
-    def _begin_heart(self) -> None:
-        self._heart = threading.Thread(target=self._beat, name="interlace-heartbeat", daemon=True)
-        self._heart.start()
 
     def _fail(self, verdict: Verdict) -> None:
         self._main_leaves.set()
@@ -269,6 +293,7 @@ class Watchdog:
         assert self._ring is not None
         try:
             self._ring.join()
+            self._joined.set()
             verdict = self._watch(self._ring)
             if verdict is None:
                 return
@@ -279,7 +304,7 @@ class Watchdog:
             self._publish(self._host.lost(self._rank_0(), f"is gone ({str(error)[:200]})"))
         self._leave(exit_code)
 
-    def _watch(self, ring: Ring) -> Verdict | None:
+    def _watch(self, ring: Heartbeats) -> Verdict | None:
         """Rounds until there is a verdict, or until this rank may stop (None)."""
         while True:
             failure = self._failure or self._overrun() or self._host.launcher_ended(self._identity)
