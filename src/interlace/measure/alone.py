@@ -13,7 +13,7 @@ from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.timeline import WAIT, Timeline
 from interlace.measure.repeats import spread, typical
-from interlace.ranks.small_collectives import agree, average
+from interlace.ranks.small_collectives import largest, mean
 
 WARM_UP = 2
 
@@ -47,9 +47,9 @@ def measure(
                     span.end_ns - (span.issue_ns if op.is_collective else span.start_ns)
                 )
     operators = {op.key: op for graph in graphs.values() for op in graph.operators}
-    solo = average({key: typical(values) for key, values in samples.items()})
-    spreads = agree({key: spread(values) for key, values in samples.items()})
-    issue = average({"issue": typical(issues) if issues else 0})["issue"]
+    solo = mean({key: typical(values) for key, values in samples.items()})
+    spreads = largest({key: spread(values) for key, values in samples.items()})
+    issue = mean({"issue": typical(issues) if issues else 0})["issue"]
     return CostTable(
         operators={key: cost_of(operators[key], solo[key], spreads[key]) for key in solo},
         source="profile",

@@ -23,7 +23,7 @@ from interlace.ir.costs import (
 )
 from interlace.measure.operands import CollectiveCall, ComputeCall
 from interlace.measure.stopwatch import back_to_back_ns, side_by_side_ns, timed_round
-from interlace.ranks.small_collectives import agree, average
+from interlace.ranks.small_collectives import largest, mean
 from interlace.runtime.recorder import Clock
 
 PAUSE_S = 0.05
@@ -54,7 +54,7 @@ def _quiet(
     found = {}
     for name in rounds[0]:
         own = {str(index): each[name] for index, each in enumerate(rounds)}
-        of_ranks = agree(own, smallest=own) if name in fastest else average(own)
+        of_ranks = largest(own, smallest=own) if name in fastest else mean(own)
         found[name] = min(of_ranks.values())
     return found
 
@@ -70,7 +70,7 @@ def time_transfer(clock: Clock, collective: CollectiveCall, *, budget_ns: float)
     most = min(MOST_TRANSFERS, MOST_BYTES // max(collective.x.nbytes, 1))
     count = max(1, min(most, int(budget_ns / FEWEST_ROUNDS / estimate_ns)))
     samples = [time_ns for _ in range(FEWEST_ROUNDS) for time_ns in times(count)]
-    return agree({"ns": median(samples)}, smallest={"ns"})["ns"]
+    return largest({"ns": median(samples)}, smallest={"ns"})["ns"]
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def copy_ns(clock: Clock, device: torch.device, size: int) -> int:
         stamps.append(clock.now())
     times = [clock.nanoseconds(stamp) for stamp in stamps]
     fastest = min(end - begin for begin, end in pairwise(times))
-    return agree({"ns": max(1, fastest)}, smallest={"ns"})["ns"]
+    return largest({"ns": max(1, fastest)}, smallest={"ns"})["ns"]
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from interlace.graphs.torch_private import process_group
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.noise import LARGEST_SPREAD
 from interlace.measure.repeats import least_noisy, spread
-from interlace.ranks.small_collectives import agree, is_first_rank
+from interlace.ranks.small_collectives import is_first_rank, largest
 
 REPEATS = 3
 
@@ -59,8 +59,8 @@ class MeasuredTimes:
                 site.slice_matmuls(variant, pieces)
             )
             samples[f"send {variant} {pieces}"] = self._samples(site.slice_sends(variant, pieces))
-        slowest = agree({name: median(times) for name, times in samples.items()})
-        spreads = agree({name: spread(times) for name, times in samples.items()})
+        slowest = largest({name: median(times) for name, times in samples.items()})
+        spreads = largest({name: spread(times) for name, times in samples.items()})
         slices = {
             (variant, pieces): SliceTimes(
                 compute_ns=slowest[f"compute {variant} {pieces}"],

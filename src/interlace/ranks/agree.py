@@ -11,7 +11,7 @@ import hashlib
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.errors import InterlaceError, PeerError
-from interlace.ranks.small_collectives import collective_device
+from interlace.ranks.small_collectives import alone, gather_bytes
 
 SAME_START = "start all ranks with the same files, versions and environment"
 _SHOWN_CHARACTERS = 200
@@ -50,6 +50,40 @@ class Content:
     layout hold the same part of all."""
     part: str = ""
     """Which part of it this rank holds: it must be equal on all ranks that name the same part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Odd:
+    """Ranks that differ from the others."""
+
+    ranks: list[int]
+    usual: int
+    """The lowest of the ranks that the first of them differs from."""
+    others: int
+    """How many ranks they differ from."""
+
+
+def odd_ones(
+    values: Mapping[int, Hashable], *, parts: Mapping[int, Hashable] | None = None
+) -> Odd | None:
+    """The ranks whose value is not the one that most have, of those that hold the same part if
+    `parts` says who holds which; None if there are none. A tie goes to the lowest rank."""
+    ranks = sorted(values)
+    part_of = {rank: parts[rank] if parts else None for rank in ranks}
+    counts: dict[Hashable, Counter[Hashable]] = {}
+    for rank in ranks:
+        # A counter keeps the order of first appearance.
+        counts.setdefault(part_of[rank], Counter())[values[rank]] += 1
+    usual = {part: of_part.most_common(1)[0] for part, of_part in counts.items()}
+    odd = [rank for rank in ranks if values[rank] != usual[part_of[rank]][0]]
+    if not odd:
+        return None
+    first = part_of[odd[0]]
+    return Odd(
+        odd,
+        next(r for r in ranks if part_of[r] == first and values[r] == usual[first][0]),
+        sum(usual[part][1] for part in {part_of[rank] for rank in odd}),
+    )
 
 
 def check_agreement(fields: Mapping[str, str], *, group: dist.ProcessGroup | None = None) -> None:
@@ -130,11 +164,6 @@ def _texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
     return [each.rstrip(b"\0").decode(errors="ignore") for each in of_ranks]
 
 
-def alone(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether there is no other rank to compare anything with."""
-    return not dist.is_initialized() or dist.get_world_size(group) == 1
-
-
 def environment_fields() -> dict[str, str]:
     """What must be equal in the software of all ranks, as fields for `check_agreement`.
 
@@ -169,7 +198,7 @@ def _layouts_agree(own: list[Content], group: dist.ProcessGroup | None) -> bool:
     for layout in dict.fromkeys(each.layout for each in own):
         members = [each for each in own if each.layout == layout]
         records.append(_half(members[0].part) + _half(b"".join(each.digest for each in members)))
-    return all(not _odd_ranks(of_ranks)[0] for of_ranks in _gather(records, group))
+    return not any(_odd(of_ranks) for of_ranks in _gather(records, group))
 
 
 def _record(own: list[Content], place: int) -> bytes:
@@ -180,28 +209,18 @@ def _record(own: list[Content], place: int) -> bytes:
     return _half(f"{each.layout}\0{each.name}") + _half(each.part) + _half(each.digest)
 
 
-def _odd_ranks(records: Sequence[bytes]) -> tuple[list[int], int]:
-    """Of records `part, content`, by rank: who differs from most of those that hold the same part,
-    and how many these are. A tie goes to the lowest rank."""
-    contents: dict[bytes, Counter[bytes]] = {}
-    for record in records:
-        # A counter keeps the order of first appearance.
-        contents.setdefault(record[:_HALF], Counter())[record[_HALF:]] += 1
-    usual = {part: counts.most_common(1)[0] for part, counts in contents.items()}
-    odd = [
-        rank for rank, record in enumerate(records) if record[_HALF:] != usual[record[:_HALF]][0]
-    ]
-    parts = {records[rank][:_HALF] for rank in odd}
-    return odd, sum(usual[part][1] for part in parts)
+def _odd(records: Sequence[bytes]) -> Odd | None:
+    """`odd_ones` of records `part, content`, by rank."""
+    by_rank = dict(enumerate(records))
+    return odd_ones(
+        {rank: record[_HALF:] for rank, record in by_rank.items()},
+        parts={rank: record[:_HALF] for rank, record in by_rank.items()},
+    )
 
 
 def _gather(records: list[bytes], group: dist.ProcessGroup | None) -> list[list[bytes]]:
     """All ranks' records, which are of one size, by record and then by rank within the group."""
-    device = collective_device(group)
-    own = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8).to(device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    of_ranks = [tensor.cpu().numpy().tobytes() for tensor in gathered]
+    of_ranks = gather_bytes(b"".join(records), group)
     size = len(records[0])
     starts = range(0, len(records) * size, size)
     return [[every[at : at + size] for every in of_ranks] for at in starts]
@@ -216,22 +235,23 @@ def _refuse_difference(
 ) -> None:
     """Raise PeerError if the contents at one place of the ranks' lists differ."""
     nobody = bytes(_HALF)
-    odd, of_usual = _odd_ranks([nobody + record[:_HALF] for record in of_ranks])
-    if odd:
+    odd = _odd([nobody + record[:_HALF] for record in of_ranks])
+    if odd is not None:
         subject, shown = "'the compared fields'", _list_at(own, place)
     else:
-        odd, of_usual = _odd_ranks([record[_HALF:] for record in of_ranks])
-        if not odd:
+        odd = _odd([record[_HALF:] for record in of_ranks])
+        if odd is None:
             return
         subject, digest = own[place].name, own[place].digest.hex()[:8]
         shown = own[place].shown
         shown = f"{shown} (sha256 {digest})" if shown else f"the digest {digest}"
+    ranks = odd.ranks
     if group is not None:
-        odd = [dist.get_global_rank(group, rank) for rank in odd]
-    who = f"rank {odd[0]} disagrees" if len(odd) == 1 else f"ranks {_listed(odd)} disagree"
+        ranks = [dist.get_global_rank(group, rank) for rank in ranks]
+    who = f"rank {ranks[0]} disagrees" if len(ranks) == 1 else f"ranks {listed(ranks)} disagree"
     raise PeerError(
-        f"{who} with the other {of_usual} about {subject}; rank {dist.get_rank()} has {shown}",
-        ranks=odd,
+        f"{who} with the other {odd.others} about {subject}; rank {dist.get_rank()} has {shown}",
+        ranks=ranks,
         hint=hint,
     )
 
@@ -244,7 +264,7 @@ def _list_at(own: list[Content], place: int) -> str:
     return own[place].name if place < len(own) else f"{len(own)} of them"
 
 
-def _listed(ranks: list[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
     """A world may have thousands: the first eight."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return ", ".join(map(str, ranks[:8])) + more

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import deterministic
 
@@ -21,7 +20,7 @@ from interlace.ranks.determinism import (
     nondeterminism,
     uses_nccl,
 )
-from interlace.ranks.small_collectives import collective_device
+from interlace.ranks.small_collectives import gather_bytes
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Of a process group, by device type. On CUDA the small agreements between ranks stay on the CPU,
@@ -96,14 +95,10 @@ def limit_waits(meshes: Iterable[DeviceMesh]) -> None:
 
 
 def _refuse_shared(uuid: str) -> None:
-    own = torch.frombuffer(
-        bytearray(uuid.encode()[:_UUID_BYTES].ljust(_UUID_BYTES)), dtype=torch.uint8
-    ).to(collective_device())
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, own)
     ranks_of: dict[bytes, list[int]] = defaultdict(list)
+    every = gather_bytes(uuid.encode()[:_UUID_BYTES].ljust(_UUID_BYTES), None)
     for rank, gathered in enumerate(every):
-        ranks_of[bytes(gathered.tolist())].append(rank)
+        ranks_of[gathered].append(rank)
     for gpu, ranks in ranks_of.items():
         if len(ranks) > 1:
             raise InputError(

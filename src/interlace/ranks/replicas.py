@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.parallel.local_parts import local
-from interlace.ranks.agree import Content, alone
+from interlace.ranks.agree import Content
 from interlace.ranks.fingerprint import fingerprints
+from interlace.ranks.small_collectives import alone
 
 Places = Mapping[str, tuple[tuple[str, int], ...]]
 """By name of a plain tensor: (axis, this rank's number on it) for each axis over which it differs

@@ -13,10 +13,9 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
-from interlace.ranks.agree import collective_device
+from interlace.ranks.small_collectives import largest
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_REQUEST_S = 0.5  # a terminal and a launcher may both deliver one Ctrl-C
@@ -89,15 +88,12 @@ class StopFlag:
 def agreed(flag: StopFlag, group: dist.ProcessGroup | None = None) -> bool:
     """Whether any rank has been asked to stop: the same answer on all ranks of `group`.
 
-    Collective, on the default group if none is given: one all-reduce of one int32. Give it a
+    Collective, on the default group if none is given: one all-reduce of one int64. Give it a
     gloo group, or the host waits for the device in every step. In a process that belongs to no
     group the local flag counts. Sets `requested` on all ranks.
     """
     number = int(signal.Signals[flag.requested]) if flag.requested else 0
-    if dist.is_initialized():
-        largest = torch.tensor([number], dtype=torch.int32, device=collective_device(group))
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        number = int(largest.item())
+    number = largest({"signal": number}, group=group)["signal"]
     if number:
         flag.requested = signal.Signals(number).name
         flag.acknowledge()

@@ -1,4 +1,4 @@
-"""Ranks that measured different times agree on one number each."""
+"""Small values between ranks: the largest, the mean, that of the first rank, or those of all."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from interlace.errors import RunError
 
@@ -16,26 +15,31 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def agree(mine: Mapping[str, float], *, smallest: Collection[str] = ()) -> dict[str, int]:
+def largest(
+    mine: Mapping[str, float],
+    *,
+    smallest: Collection[str] = (),
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, int]:
     """Per name the largest value of any rank, of the names in `smallest` the smallest one.
 
-    Collective on the default group; every rank must have the same names.
+    Collective, on the default group if none is given; every rank must have the same names.
     """
     names = sorted(mine)
-    if _alone():
+    if alone(group):
         return {name: round(mine[name]) for name in names}
     signs = torch.tensor([-1 if name in smallest else 1 for name in names], dtype=torch.int64)
     values = torch.tensor([round(mine[name]) for name in names], dtype=torch.int64) * signs
-    values = values.to(collective_device())
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    values = values.to(collective_device(group))
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     return dict(zip(names, (values.cpu() * signs).tolist(), strict=True))
 
 
-def average(mine: Mapping[str, float]) -> dict[str, int]:
-    """Per name the mean over ranks. Collective, as `agree`."""
+def mean(mine: Mapping[str, float]) -> dict[str, int]:
+    """Per name the mean over ranks. Collective on the default group."""
     names = sorted(mine)
     values = torch.tensor([mine[name] for name in names], dtype=torch.float64)
-    if not _alone():
+    if not alone():
         values = values.to(collective_device())
         dist.all_reduce(values)
         values = values.cpu() / dist.get_world_size()
@@ -44,7 +48,7 @@ def average(mine: Mapping[str, float]) -> dict[str, int]:
 
 def broadcast_text(text: str) -> str:
     """The first rank's text, on all ranks: bytes of announced length. Collective."""
-    if _alone():
+    if alone():
         return text
     content = bytearray(text.encode())
     length = torch.tensor([len(content)], dtype=torch.int64, device=collective_device())
@@ -59,8 +63,9 @@ def broadcast_text(text: str) -> str:
     return payload.cpu().numpy().tobytes().decode()
 
 
-def _alone() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
+def alone(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether there is no other rank to exchange anything with."""
+    return not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
 def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -75,19 +80,20 @@ def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
 MOST_BYTES = 1 << 28
 
 
+def gather_bytes(own: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """The bytes of all ranks, of which each has equally many, by rank within the group. Collective.
+    What one rank tells another is never run."""
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(collective_device(group))
+    gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, sent, group=group)
+    return [tensor.cpu().numpy().tobytes() for tensor in gathered]
+
+
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks of a gloo group, by rank. Collective."""
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [int(each) for each in _gather(torch.tensor([len(own)]), group)]
+    """The plain values of all ranks, by rank within the group. Collective."""
+    own = json.dumps(value).encode()
+    lengths = [int.from_bytes(each) for each in gather_bytes(len(own).to_bytes(8), group)]
     if max(lengths) > MOST_BYTES:
         raise RunError(f"a rank sends {max(lengths)} bytes, more than {MOST_BYTES}")
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(own)] = own
-    texts = zip(_gather(padded, group), lengths, strict=True)
-    return [json.loads(bytes(text[:length].numpy())) for text, length in texts]
-
-
-def _gather(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    return gathered
+    texts = zip(gather_bytes(own.ljust(max(lengths)), group), lengths, strict=True)
+    return [json.loads(text[:length]) for text, length in texts]

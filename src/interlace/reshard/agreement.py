@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
 from interlace.hardware.topology import Topology, cluster_topology, host_groups
+from interlace.ranks.agree import odd_ones
 from interlace.ranks.identity import ProcessIdentity
 from interlace.reshard.hosts import ASSUMED, host_name, measured_rates
 from interlace.reshard.inputs import (
@@ -211,14 +212,14 @@ def _introduction(meeting: Meeting, settings: Settings) -> Claim:
 
 
 def _check_names(claims: Mapping[int, Mapping[str, Any]]) -> None:
-    first = min(claims)
-    for rank, claim in claims.items():
-        if claim["name"] != claims[first]["name"]:
-            raise InputError(
-                f"rank {rank} makes plan {claim['name']!r} where rank {first} makes plan "
-                f"{claims[first]['name']!r}",
-                hint="make plans in the same order on all ranks",
-            )
+    odd = odd_ones({rank: claim["name"] for rank, claim in claims.items()})
+    if odd is not None:
+        rank, usual = odd.ranks[0], odd.usual
+        raise InputError(
+            f"rank {rank} makes plan {claims[rank]['name']!r} where rank {usual} makes plan "
+            f"{claims[usual]['name']!r}",
+            hint="make plans in the same order on all ranks",
+        )
 
 
 def _shown(text: str) -> Claim:

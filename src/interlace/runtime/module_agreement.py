@@ -14,14 +14,9 @@ from interlace.errors import InputError, nearest
 from interlace.graphs.dropout import takes_seeds
 from interlace.ir.phases import FORWARD
 from interlace.parallel.meshes import REPLICATE_AXIS
-from interlace.ranks.agree import (
-    Content,
-    alone,
-    check_agreement,
-    check_contents,
-    environment_fields,
-)
+from interlace.ranks.agree import Content, check_agreement, check_contents, environment_fields
 from interlace.ranks.replicas import Places, tensor_contents
+from interlace.ranks.small_collectives import alone
 from interlace.ranks.source_files import module_contents, package_contents
 from interlace.runtime.strands import Strands
 

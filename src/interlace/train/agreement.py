@@ -17,14 +17,9 @@ from interlace.config import RunConfig
 from interlace.data.batches import Batches
 from interlace.models.hugging_face_files import folder_digest
 from interlace.parallel.own_buffers import own_buffers
-from interlace.ranks.agree import (
-    Content,
-    alone,
-    check_agreement,
-    check_contents,
-    environment_fields,
-)
+from interlace.ranks.agree import Content, check_agreement, check_contents, environment_fields
 from interlace.ranks.replicas import random_state, tensor_contents
+from interlace.ranks.small_collectives import alone
 from interlace.ranks.source_files import package_contents
 from interlace.train.session import Session
 

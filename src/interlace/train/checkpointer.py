@@ -16,6 +16,7 @@ from interlace.checkpoint.tensor_files import SavePieces, check_headers, plan_pi
 from interlace.claims import Claim, holder
 from interlace.data.batches import Batches
 from interlace.errors import InputError, RunError
+from interlace.ranks.agree import odd_ones
 from interlace.ranks.small_collectives import gather_json
 from interlace.train.agreement import check_state
 from interlace.train.session import Session
@@ -228,9 +229,11 @@ class Checkpointer:
         except Damaged as error:
             reason = error.reason
         everyone = gather_json([digest, reason], self._group)
-        if len({seen for seen, _ in everyone}) > 1:
+        odd = odd_ones({rank: seen for rank, (seen, _) in enumerate(everyone)})
+        if odd is not None:
             raise RunError(
-                f"the ranks do not see the same {folder / MANIFEST}",
+                f"the ranks do not see the same {folder / MANIFEST}: not ranks {odd.usual} and "
+                f"{odd.ranks[0]}",
                 hint="keep checkpoints in a folder that all hosts share",
             )
         found = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyone) if text]
