@@ -34,16 +34,16 @@ from interlace.ranks.determinism import check_current, nondeterminism, warn_of_o
 from interlace.runtime.binding import Binding
 from interlace.runtime.gradients import ParameterGradients
 from interlace.runtime.mesh_axes import axis_of_group, data_rank_of, replicas_of
-from interlace.runtime.module_agreement import ModuleAgreement
 from interlace.runtime.module_tree import refuse_gradient_hooks
 from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
 from interlace.runtime.profile import profile_strands
 from interlace.runtime.recorder import Recorder, clock_for
+from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
 from interlace.runtime.strands import Strands, build_strands
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
-from interlace.train.memory import memory_limits
+from interlace.train.memory_limit import memory_limits
 from interlace.train.session import cache_directory, decompose_of, link_label
 
 Batch = tuple[Tensor, ...]

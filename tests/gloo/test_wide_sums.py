@@ -16,8 +16,8 @@ from torch.library import Library
 
 from interlace.graphs.accumulate import accumulate_gradients
 from interlace.graphs.buffers import is_in_place, written
-from interlace.graphs.export import export
 from interlace.graphs.inductor import _Builder
+from interlace.graphs.op_graphs import export
 from interlace.graphs.trace import StrandGraph, trace_chunk
 from interlace.graphs.wide_sums import ADD_WIDE, wide_sums
 from interlace.ir.graph import Kind

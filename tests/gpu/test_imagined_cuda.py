@@ -14,7 +14,7 @@ from interlace.graphs import collectives
 from interlace.graphs.torch_private import compile_elementwise
 from interlace.hardware.cluster import load_cluster
 from interlace.ir.graph import Kind
-from interlace.lab.imagined import ImaginedWorld, imagined_world
+from interlace.lab.imagined_world import ImaginedWorld, imagined_world
 
 RANKS = 8
 

@@ -11,7 +11,7 @@ from interlace.ir.costs import CostTable, LinkFit, PairCost, Together, overlap_e
 from interlace.ir.graph import Kind
 from interlace.ir.noise import noise_of, relative_spread, without_noise
 from interlace.measure.repeats import MOST_TRIES, least_noisy
-from interlace.report.costs import cost_summary
+from interlace.report.cost_tables import cost_summary
 
 QUIET = replace(COSTS, lane_pairs=(Together("dp", "tp", 5, 7, 12),))
 

@@ -20,9 +20,9 @@ from interlace.errors import InputError
 from interlace.hardware.topology import Topology
 from interlace.reshard.planning.describe import describe
 from interlace.reshard.planning.layout import Layout
-from interlace.reshard.planning.plan import ORDERS, STRATEGIES, Plan, TensorSpec, sub_boxes
-from interlace.reshard.planning.planner import make_plan
+from interlace.reshard.planning.make_plan import make_plan
 from interlace.reshard.planning.simulate import simulate
+from interlace.reshard.planning.transfer_plan import ORDERS, STRATEGIES, Plan, TensorSpec, sub_boxes
 
 Problem = tuple[list[TensorSpec], Topology]
 HEURISTIC = [order for order in ORDERS if order != "exact"]
@@ -76,8 +76,9 @@ def test_processes_agree_whatever_their_hashes() -> None:
     """Processes with other hash seeds, as ranks have, make the same plan; none loads torch."""
     code = (
         "import sys; from reshard_worlds import paper_case; "
-        "from interlace.reshard.planning.planner import make_plan; "
-        "from interlace.reshard.planning.plan import ORDERS; spec, topology = paper_case(6); "
+        "from interlace.reshard.planning.make_plan import make_plan; "
+        "from interlace.reshard.planning.transfer_plan import ORDERS; "
+        "spec, topology = paper_case(6); "
         "print([make_plan([spec], topology, order=order).digest for order in ORDERS]); "
         "assert not {'torch', 'ortools'} & set(sys.modules)"
     )

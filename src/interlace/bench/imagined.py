@@ -33,7 +33,7 @@ from interlace.graphs.torch_private import compile_elementwise
 from interlace.hardware.cluster import load_cluster
 from interlace.hardware.devices import peak_flops
 from interlace.ir.timeline import Timeline
-from interlace.lab.imagined import ImaginedWorld, imagined_world
+from interlace.lab.imagined_world import ImaginedWorld, imagined_world
 from interlace.ranks.device import device_type
 from interlace.runtime.executor import Batch
 from interlace.train.compare import compare

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         sliced_gather_matmul,
         sliced_matmul_scatter,
     )
-    from interlace.decompose.functions.ulysses import ulysses_attention
+    from interlace.decompose.functions.ulysses_overlap import ulysses_attention
     from interlace.decompose.functions.weight_gradient import scatter_gradient
 
 __all__ = [
@@ -48,7 +48,7 @@ _MODULE_OF = {
     "scatter_gradient": "functions.weight_gradient",
     "sliced_gather_matmul": "functions.sliced_matmul",
     "sliced_matmul_scatter": "functions.sliced_matmul",
-    "ulysses_attention": "functions.ulysses",
+    "ulysses_attention": "functions.ulysses_overlap",
 }
 
 

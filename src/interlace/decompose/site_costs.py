@@ -12,7 +12,7 @@ from interlace.decompose.rewrite.find import row_operand
 from interlace.decompose.sites import Site
 from interlace.graphs.trace import StrandGraph
 from interlace.hardware.computed_costs import LAUNCH_NS, MachineModel
-from interlace.hardware.wire import wire_bytes
+from interlace.hardware.wire_bytes import wire_bytes
 from interlace.ir.graph import Kind
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 import interlace.presets
 from interlace.errors import InputError, nearest
-from interlace.hardware.wire import wire_bytes_by_link
+from interlace.hardware.wire_bytes import wire_bytes_by_link
 from interlace.ir.graph import Kind
 
 BASE_LATENCY_US = 8.4

@@ -1,7 +1,7 @@
 """Costs computed from a description of a machine instead of measured: roofline and alpha-beta.
 
     compute     max(flops / peak, bytes moved / memory bandwidth) + launch
-    collective  latency + bytes on the wire (`hardware.wire`) / link rate
+    collective  latency + bytes on the wire (`hardware.wire_bytes`) / link rate
 
 On a GPU a collective holds some multiprocessors (SMs) and moves its bytes through memory, so beside
 it
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interlace.errors import InputError
-from interlace.hardware.wire import wire_bytes
+from interlace.hardware.wire_bytes import wire_bytes
 from interlace.ir.costs import LARGEST_FACTOR, CostTable, LinkFit, PairCost, cost_of
 from interlace.ir.graph import Kind, Operator, OpGraph
 

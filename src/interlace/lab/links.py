@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.errors import InputError
-from interlace.hardware.wire import wire_bytes
+from interlace.hardware.wire_bytes import wire_bytes
 from interlace.ir.graph import Kind
 from interlace.lab.link_work import EmulatedLink, EmulatedWork
 
@@ -153,8 +153,8 @@ def _collective(
 class EmulatedProcessGroup(dist.ProcessGroup):
     """A gloo process group behind one `EmulatedLink`.
 
-    Wire bytes per rank are those of `hardware.wire`. A reduce counts as a broadcast, and the root
-    of a gather or scatter carries n-1 parts.
+    Wire bytes per rank are those of `hardware.wire_bytes`. A reduce counts as a broadcast, and the
+    root of a gather or scatter carries n-1 parts.
     """
 
     def __init__(

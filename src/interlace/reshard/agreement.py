@@ -13,7 +13,6 @@ from interlace.errors import InputError
 from interlace.hardware.topology import Topology, cluster_topology, host_groups
 from interlace.ranks.agree import odd_ones
 from interlace.ranks.identity import ProcessIdentity
-from interlace.reshard.hosts import ASSUMED, host_name, measured_rates
 from interlace.reshard.inputs import (
     Item,
     Move,
@@ -26,9 +25,10 @@ from interlace.reshard.inputs import (
     sources_claim,
 )
 from interlace.reshard.layouts import MeshRanks, layout_text
+from interlace.reshard.link_rates import ASSUMED, host_name, measured_rates
 from interlace.reshard.meeting import Meeting, agreed, check_equal, open_meeting
-from interlace.reshard.planning.plan import Plan
-from interlace.reshard.planning.planner import make_plan
+from interlace.reshard.planning.make_plan import make_plan
+from interlace.reshard.planning.transfer_plan import Plan
 from interlace.reshard.program import Program, make_program
 from interlace.reshard.roll import Roll
 from interlace.reshard.settings import Settings

@@ -19,8 +19,8 @@ from interlace.graphs.accumulate import accumulate_gradients
 from interlace.graphs.collectives import is_collective
 from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
 from interlace.graphs.dropout import fix_dropout
-from interlace.graphs.export import export, output_storages
 from interlace.graphs.gradient_layouts import check_parameters, lay_out_gradients
+from interlace.graphs.op_graphs import export, output_storages
 from interlace.graphs.recompute import KEEP_ALL, RecomputePolicy, with_recompute
 from interlace.graphs.repeat import trace_repeated
 from interlace.graphs.strides import same_strides, without_overlap

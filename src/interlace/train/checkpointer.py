@@ -18,7 +18,7 @@ from interlace.data.batches import Batches
 from interlace.errors import InputError, RunError
 from interlace.ranks.agree import odd_ones
 from interlace.ranks.small_collectives import gather_json
-from interlace.train.agreement import check_state
+from interlace.train.same_run import check_state
 from interlace.train.session import Session
 from interlace.train.session_state import mesh_of, plain_state, restore, state_tensors
 

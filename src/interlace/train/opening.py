@@ -30,10 +30,10 @@ from interlace.runtime.rival import inductor_plan
 from interlace.runtime.strands import Strands, build_strands
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
-from interlace.train.build import build_module, overridden_shape, published_shape
+from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.engines import Draws, EagerEngine, Engine, StrandEngine
 from interlace.train.fully_sharded import FullyShardedEngine, sharded_twin
-from interlace.train.memory import memory_limits
+from interlace.train.memory_limit import memory_limits
 from interlace.train.optimizer import build_optimizer, build_schedule
 from interlace.train.session import (
     DTYPES,

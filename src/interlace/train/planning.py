@@ -38,7 +38,7 @@ from interlace.models.transformers_model import published_sizes
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import axis_sizes, build_meshes
 from interlace.parallel.tensor import loss_context
-from interlace.report.costs import warning
+from interlace.report.cost_tables import warning
 from interlace.report.plan_figures import compare_searches
 from interlace.report.plan_json import plan_json
 from interlace.report.plan_picture import plan_png
@@ -47,8 +47,8 @@ from interlace.rules import check, resolve_layout
 from interlace.run_files import write_whole
 from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
 from interlace.runtime.strands import Strands, build_strands
-from interlace.train.build import build_module, overridden_shape, published_shape
-from interlace.train.memory import constant_bytes, memory_limits
+from interlace.train.built_model import build_module, overridden_shape, published_shape
+from interlace.train.memory_limit import constant_bytes, memory_limits
 from interlace.train.session import DTYPES, vocabulary
 from interlace.train.weights import cast_parameters
 

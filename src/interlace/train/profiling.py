@@ -25,7 +25,7 @@ from interlace.measure.repeats import least_noisy
 from interlace.ranks.agree import check_agreement
 from interlace.ranks.signals import StopFlag, agreed
 from interlace.ranks.small_collectives import broadcast_text, is_first_rank, largest
-from interlace.report.costs import cost_summary
+from interlace.report.cost_tables import cost_summary
 from interlace.runtime.profile import Profiler, on_busy_links, open_profiler
 from interlace.train.opening import open_graphs
 from interlace.train.session import Session, link_label

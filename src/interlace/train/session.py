@@ -19,7 +19,7 @@ from interlace.errors import InputError
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
 from interlace.lab import links
-from interlace.measure.sites import MeasuredTimes
+from interlace.measure.site_times import MeasuredTimes
 from interlace.parallel.context import local_positions
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
 from interlace.parallel.tensor import loss_context
@@ -30,7 +30,7 @@ from interlace.runtime.executor import Batch
 from interlace.runtime.passes import Candidates
 from interlace.runtime.strands import Strands
 from interlace.train.engines import Engine, StrandEngine
-from interlace.train.memory import constant_bytes
+from interlace.train.memory_limit import constant_bytes
 from interlace.train.weights import MasterWeights
 
 PLAIN_MODES = frozenset[Mode]({"plain-1", "plain-2"})

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from math import floor
 
 from interlace.hardware.topology import Topology
-from interlace.reshard.planning.links import Links
+from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.tasks import Bundle
 
 Demand = tuple[int, tuple[int, ...]]

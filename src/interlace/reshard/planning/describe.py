@@ -1,7 +1,7 @@
 """A plan as text."""
 
-from interlace.reshard.planning.links import Links
-from interlace.reshard.planning.plan import Plan, Task
+from interlace.reshard.planning.ends import Links
+from interlace.reshard.planning.transfer_plan import Plan, Task
 
 LINES = 12
 """Tasks and hosts shown, the largest first."""

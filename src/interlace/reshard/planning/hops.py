@@ -4,7 +4,7 @@ the bytes that every end has been given so far."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from interlace.reshard.planning.links import Links
+from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.tasks import Chunk
 
 HELD = -1

@@ -10,8 +10,8 @@ the preemptive open shop, where it is exactly that (Gonzalez and Sahni, 1976).
 from functools import partial
 from heapq import heappop, heappush
 
+from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.hops import HELD, Hops
-from interlace.reshard.planning.links import Links
 
 FREED, ARRIVED = 0, 1
 WAIT = 4

@@ -13,7 +13,7 @@ from interlace.reshard.handle import Handle, ending_on_error
 from interlace.reshard.inputs import Move, Placements, PlacementsOf, check_planned
 from interlace.reshard.peers import Peers
 from interlace.reshard.planning.describe import describe
-from interlace.reshard.planning.plan import Plan
+from interlace.reshard.planning.transfer_plan import Plan
 from interlace.reshard.roll import fresh
 from interlace.reshard.settings import Settings
 from interlace.reshard.watch import TransferWatch

@@ -8,11 +8,11 @@ from interlace.errors import InputError, nearest
 from interlace.hardware.topology import Topology
 from interlace.reshard.planning.bounds import lower_bound_ns
 from interlace.reshard.planning.chunking import Cutter, check_count, default_chunk_bytes
+from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.layout import Layout
-from interlace.reshard.planning.links import Links
-from interlace.reshard.planning.plan import ORDERS, STRATEGIES, Plan, TensorSpec
-from interlace.reshard.planning.problem import BALANCED, Problem
+from interlace.reshard.planning.resharding_problem import BALANCED, Problem
 from interlace.reshard.planning.tasks import make_bundles, make_tasks
+from interlace.reshard.planning.transfer_plan import ORDERS, STRATEGIES, Plan, TensorSpec
 
 FEW = 5_000
 """Up to so many messages `auto` makes other plans too: sending directly, which saves the hops'

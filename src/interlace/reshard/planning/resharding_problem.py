@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from interlace.hardware.topology import Topology
 from interlace.reshard.planning.balance import balance
 from interlace.reshard.planning.chunking import Cutter
+from interlace.reshard.planning.depth_first import search
+from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.exact import exact
 from interlace.reshard.planning.hops import Hops, Loads
-from interlace.reshard.planning.links import Links
+from interlace.reshard.planning.open_shop import order_hops
 from interlace.reshard.planning.ordering import Sequenced, host_tasks, load_balance, naive
-from interlace.reshard.planning.plan import Copy, Plan, Task, TensorSpec, Transfer
 from interlace.reshard.planning.random_greedy import random_greedy
-from interlace.reshard.planning.schedule import order_hops
-from interlace.reshard.planning.search import search
 from interlace.reshard.planning.simulate import run
 from interlace.reshard.planning.strategies import WAYS
 from interlace.reshard.planning.tasks import Bundle
+from interlace.reshard.planning.transfer_plan import Copy, Plan, Task, TensorSpec, Transfer
 
 BALANCED = "balanced"
 
