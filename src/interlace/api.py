@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
-from interlace.cost.cache import cached
-from interlace.cost.profile import machine_id
 from interlace.decompose.listing import Listing
 from interlace.errors import InputError
 from interlace.graphs.dropout import seeds_for
@@ -28,23 +26,25 @@ from interlace.ir.actions import Action
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan, read
 from interlace.ir.timeline import Timeline
+from interlace.measure.cache import cached
+from interlace.measure.machine import machine_id
+from interlace.measure.start_up import profile_strands
 from interlace.parallel.data import DataLayout
-from interlace.runtime.agreement import check_agreement, refused_together
+from interlace.ranks.agree import check_agreement, refused_together
+from interlace.ranks.determinism import check_current, nondeterminism, warn_of_other_bits
 from interlace.runtime.binding import Binding
-from interlace.runtime.device import check_current, nondeterminism, warn_of_other_bits
 from interlace.runtime.gradients import ParameterGradients
 from interlace.runtime.mesh_axes import axis_of_group, data_rank_of, replicas_of
-from interlace.runtime.module_agreement import ModuleAgreement
 from interlace.runtime.module_tree import refuse_gradient_hooks
 from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
-from interlace.runtime.profile import profile_strands
 from interlace.runtime.recorder import Recorder, clock_for
+from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
 from interlace.runtime.strands import Strands, build_strands
 from interlace.schedules.finder import Schedule, ScheduleFunction, find
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
-from interlace.train.memory import memory_limits
+from interlace.train.memory_limit import memory_limits
 from interlace.train.session import cache_directory, decompose_of, link_label
 
 Batch = tuple[Tensor, ...]

@@ -20,7 +20,7 @@ from interlace.cli.app import build_app
 from interlace.cli.bench import bench_summaries
 from interlace.cli.run_file import load_run_config
 from interlace.config import RunConfig, world_of
-from interlace.ir.cluster import load_cluster
+from interlace.hardware.cluster import load_cluster
 from interlace.rules import check, resolve_layout
 
 SHELL = ("sh", "bash", "console")

@@ -26,7 +26,7 @@ from interlace.schedules.finder import find, sequential
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
 from interlace.sim.step import simulate_step
-from interlace.train.memory import constant_bytes, memory_limits
+from interlace.train.memory_limit import constant_bytes, memory_limits
 from interlace.train.planning import computed_costs, trace_fake
 from interlace.train.worker import main
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from interlace.config import ModelConfig, OptimizerConfig, ParallelConfig
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import PhasePlan, Plan
+from interlace.measure.start_up import profile_strands
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
+from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes, build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
-from interlace.runtime.executor import Batch, local
-from interlace.runtime.profile import profile_strands
+from interlace.runtime.executor import Batch
 from interlace.runtime.strands import Strands, build_strands
 from interlace.search.planner import make_plan
 from interlace.train.engines import EagerEngine, Engine, StrandEngine

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import interlace
 from interlace.config import OverlapConfig, PlanConfig
 from interlace.errors import InputError, PeerError
-from interlace.runtime.executor import local
+from interlace.parallel.local_parts import local
 
 _functional = torch.ops._c10d_functional
 ROOT = Path(__file__).parents[2]

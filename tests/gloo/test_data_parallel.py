@@ -32,7 +32,7 @@ from interlace.parallel.meshes import Meshes, axis_sizes, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.runtime.executor import Batch
 from interlace.runtime.strands import Strands, build_strands
-from interlace.train.build import build_module
+from interlace.train.built_model import build_module
 from interlace.train.engines import EagerEngine, StrandEngine
 from interlace.train.weights import MasterWeights
 from orders import random_order

@@ -83,7 +83,7 @@ def bit_differences(ranks: int) -> dict[str, list[str]]:
     """Names whose bits are not those of one strand, for two strands in several plans."""
     from decompose_world import asked, build_llama
 
-    from interlace.cost.analytic import MachineModel, analytic_costs
+    from interlace.hardware.computed_costs import MachineModel, analytic_costs
     from interlace.search.planner import make_plan
 
     model = build_llama(torch.float32, ranks, layers=1)

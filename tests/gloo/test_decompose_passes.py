@@ -10,8 +10,8 @@ import torch
 from decompose_world import Model, asked, build_llama, imagined_llama
 from processes import run_ranks
 
-from interlace.decompose.apply import Decompose
 from interlace.decompose.choose import Request, SiteTimes, SliceTimes, Way
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.decompose.sites import Site
 from interlace.errors import InputError
 from interlace.graphs.trace import StrandGraph
@@ -38,7 +38,7 @@ def child(rank_count: int, times: str) -> dict[str, Any]:
     from decompose_world import batches, furthest
     from test_decompose_pass import random_plan
 
-    from interlace.runtime.profile import profile_strands
+    from interlace.measure.start_up import profile_strands
     from interlace.runtime.recorder import Recorder, clock_for
 
     model = build_llama(torch.float64, rank_count)

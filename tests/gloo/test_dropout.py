@@ -17,8 +17,8 @@ from interlace.errors import InputError
 from interlace.graphs.dropout import fix_dropout, no_dropout, seeds_for
 from interlace.graphs.recompute import RecomputePolicy
 from interlace.graphs.trace import trace_chunk
+from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import build_meshes
-from interlace.runtime.executor import local
 from interlace.runtime.strands import build_strands
 
 OP = torch.ops.interlace.dropout

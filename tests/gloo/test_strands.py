@@ -13,7 +13,7 @@ from processes import gloo_group, run_ranks
 from strand_world import OPTIMIZER, Case, World, differences, open_world, train
 from torch import Tensor
 
-from interlace.runtime.executor import local
+from interlace.parallel.local_parts import local
 from interlace.train.engines import Engine
 from interlace.train.optimizer import build_optimizer
 from interlace.train.weights import clip_gradients

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.ir.graph import COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Timeline, overlaps
-from interlace.runtime.executor import StepRun, local
+from interlace.parallel.local_parts import local
+from interlace.runtime.executor import StepRun
 from interlace.train.engines import StrandEngine
 from phases import both
 

@@ -20,7 +20,7 @@ from interlace.config import RunConfig
 from interlace.ir import plan as plans
 from interlace.ir import store
 from interlace.ir.timeline import Timeline, overlaps
-from interlace.report.costs import headline
+from interlace.report.cost_tables import headline
 from interlace.train.environment import describe_environment
 from phases import both
 

@@ -19,12 +19,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace.decompose.attention_scatter import query_split_attention
-    from interlace.decompose.column_parallel import gather_matmul
-    from interlace.decompose.gradient_scatter import scatter_gradient
-    from interlace.decompose.row_parallel import matmul_reduce, matmul_scatter
-    from interlace.decompose.sliced_matmul import sliced_gather_matmul, sliced_matmul_scatter
-    from interlace.decompose.ulysses import ulysses_attention
+    from interlace.decompose.functions.attention_scatter import query_split_attention
+    from interlace.decompose.functions.column_parallel import gather_matmul
+    from interlace.decompose.functions.row_parallel import matmul_reduce, matmul_scatter
+    from interlace.decompose.functions.sliced_matmul import (
+        sliced_gather_matmul,
+        sliced_matmul_scatter,
+    )
+    from interlace.decompose.functions.ulysses_overlap import ulysses_attention
+    from interlace.decompose.functions.weight_gradient import scatter_gradient
 
 __all__ = [
     "gather_matmul",
@@ -38,14 +41,14 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "gather_matmul": "column_parallel",
-    "matmul_reduce": "row_parallel",
-    "matmul_scatter": "row_parallel",
-    "query_split_attention": "attention_scatter",
-    "scatter_gradient": "gradient_scatter",
-    "sliced_gather_matmul": "sliced_matmul",
-    "sliced_matmul_scatter": "sliced_matmul",
-    "ulysses_attention": "ulysses",
+    "gather_matmul": "functions.column_parallel",
+    "matmul_reduce": "functions.row_parallel",
+    "matmul_scatter": "functions.row_parallel",
+    "query_split_attention": "functions.attention_scatter",
+    "scatter_gradient": "functions.weight_gradient",
+    "sliced_gather_matmul": "functions.sliced_matmul",
+    "sliced_matmul_scatter": "functions.sliced_matmul",
+    "ulysses_attention": "functions.ulysses_overlap",
 }
 
 

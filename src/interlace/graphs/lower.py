@@ -15,7 +15,7 @@ from torch.fx.graph import CodeGen
 
 from interlace.errors import InputError
 from interlace.graphs.collectives import CONSUMERS, ISSUE, is_collective, is_wait, wait
-from interlace.graphs.export import is_free
+from interlace.graphs.op_graphs import is_free
 from interlace.graphs.parts import Part
 from interlace.graphs.strides import copying_views, restrided
 from interlace.graphs.trace import VIEWS, Binding, StrandGraph

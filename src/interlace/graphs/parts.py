@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from interlace.graphs.collectives import is_wait
-from interlace.graphs.export import is_free
+from interlace.graphs.op_graphs import is_free
 from interlace.graphs.trace import VIEWS, Binding, StrandGraph
 
 CARRIED = "carried"

@@ -10,8 +10,8 @@ from interlace.ir.actions import steady_phase
 from interlace.ir.graph import COLLECTIVES, COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.load import RunRecord
-from interlace.report.tables import MODE_NAMES, milliseconds, number, percent
-from interlace.train.metrics import bits_per_token
+from interlace.report.tables import MODE_NAMES
+from interlace.text import bits_per_token, milliseconds, number, percent
 
 _LONGEST_WAITS = 10
 _PLAN_LINES = 80

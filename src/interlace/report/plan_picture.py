@@ -24,8 +24,8 @@ from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.panels import plain
 from interlace.report.plan_figures import Comparison, Figures
 from interlace.report.slivers import Piece, pieces
-from interlace.report.tables import milliseconds, percent
 from interlace.report.theme import FAMILIES, LIGHT, Theme
+from interlace.text import milliseconds, percent
 
 DOTS_PER_IN = 200
 WIDTH_IN = 14.0

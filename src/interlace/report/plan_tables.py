@@ -2,7 +2,7 @@
 
 from interlace.ir.actions import steady_phase
 from interlace.report.plan_figures import Comparison, Figures
-from interlace.report.tables import aligned, milliseconds, number, percent, size
+from interlace.text import aligned, milliseconds, number, percent, size
 
 _HEADER = ("predicted ms", "exposed ms", "hidden", "over bound", "peak memory")
 

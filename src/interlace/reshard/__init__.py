@@ -17,9 +17,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace.reshard.api import ReshardPlan, reshard
     from interlace.reshard.handle import Handle
     from interlace.reshard.inputs import Move
+    from interlace.reshard.reshard_plan import ReshardPlan, reshard
     from interlace.reshard.settings import Settings
 
 __all__ = ["Handle", "Move", "ReshardPlan", "Settings", "reshard"]
@@ -27,9 +27,9 @@ __all__ = ["Handle", "Move", "ReshardPlan", "Settings", "reshard"]
 _HOMES = {
     "Handle": "handle",
     "Move": "inputs",
-    "ReshardPlan": "api",
+    "ReshardPlan": "reshard_plan",
     "Settings": "settings",
-    "reshard": "api",
+    "reshard": "reshard_plan",
 }
 
 

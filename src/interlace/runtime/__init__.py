@@ -1,1 +1,1 @@
-"""Running plans on real processes: executor, recorder, agreement, watchdog, local launch."""
+"""Running plans on real processes: executor, recorder, gradients, measurements."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
 from interlace.graphs.dropout import no_dropout
@@ -38,12 +37,6 @@ Batch = tuple[Tensor, ...]
 """The inputs of one micro-batch; those of a language model are tokens and targets."""
 _HANDED = (SAVED, CARRIED)
 """Roles of what one strand of a micro-batch hands to another."""
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, detached; shares memory with `tensor`."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def lower_plan(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from interlace.config import Passes
-from interlace.decompose.apply import Decompose
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
 from interlace.ir.actions import Direction, Share, Strand, steady_phase
 from interlace.ir.costs import CostTable

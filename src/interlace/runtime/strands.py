@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Placement
 
-from interlace.decompose.apply import Decompose, decompose_chunk
 from interlace.decompose.listing import Listing, with_others
+from interlace.decompose.rewrite.apply import Decompose, decompose_chunk
 from interlace.errors import InputError
 from interlace.graphs.accumulate import accumulate_gradients
 from interlace.graphs.collectives import is_collective
 from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
 from interlace.graphs.dropout import fix_dropout, takes_seeds
-from interlace.graphs.export import export, output_storages
 from interlace.graphs.gradient_layouts import check_parameters, lay_out_gradients
+from interlace.graphs.op_graphs import export, output_storages
 from interlace.graphs.parts import LOSS, SAVED, Part
 from interlace.graphs.recompute import KEEP_ALL, RecomputePolicy, with_recompute
 from interlace.graphs.repeat import trace_repeated
@@ -32,7 +32,8 @@ from interlace.ir.graph import OpGraph
 from interlace.ir.phases import whole_graph
 from interlace.ir.plan import Plan
 from interlace.parallel.data import DataLayout
-from interlace.runtime.executor import Batch, StepExecutor, local
+from interlace.parallel.local_parts import local
+from interlace.runtime.executor import Batch, StepExecutor
 from interlace.schedules.finder import Schedule, sequential, validate
 
 FORWARD, BACKWARD = (Strand(direction).graph for direction in Direction)

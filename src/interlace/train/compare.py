@@ -22,8 +22,9 @@ from interlace.config import Mode
 from interlace.errors import RunError
 from interlace.ir.steady import compute_ns, steady_state
 from interlace.ir.timeline import Timeline
-from interlace.runtime.executor import Batch, local
-from interlace.runtime.memory import Growth, measure_growth
+from interlace.parallel.local_parts import local
+from interlace.runtime.executor import Batch
+from interlace.runtime.peak_memory import Growth, measure_growth
 from interlace.search.memory import step_peak_bytes
 from interlace.search.step_bounds import step_bound_ns
 from interlace.sim.step import simulate_step

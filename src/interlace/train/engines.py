@@ -17,10 +17,11 @@ from torch import Tensor
 from interlace.graphs.dropout import seeds_for
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
+from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes
 from interlace.parallel.tensor import finish_gradients, loss_context
 from interlace.runtime.eager_recorder import EagerRecorder
-from interlace.runtime.executor import Batch, local
+from interlace.runtime.executor import Batch
 from interlace.runtime.recorder import Clock, Recorder, clock_for
 from interlace.runtime.strands import Strands
 from interlace.train.weights import MasterWeights

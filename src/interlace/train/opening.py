@@ -8,33 +8,33 @@ import torch.distributed as dist
 from torch import nn
 
 from interlace.config import Mode, RunConfig, modes_of
-from interlace.cost.cache import cached
-from interlace.cost.profile import machine_id
-from interlace.decompose.apply import Decompose
+from interlace.data.batches import open_dataset
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.wide_sums import wide_sums
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan, read
+from interlace.measure.cache import cached
+from interlace.measure.machine import machine_id
+from interlace.measure.start_up import profile_strands
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import loss_context
+from interlace.ranks.device import check_device, claim_device, limit_waits
+from interlace.ranks.replicas import random_state
 from interlace.rules import check, resolve_layout
 from interlace.runtime.executor import Batch
 from interlace.runtime.passes import choose_passes, trace_candidates
-from interlace.runtime.profile import profile_strands
-from interlace.runtime.replicas import random_state
 from interlace.runtime.rival import inductor_plan
 from interlace.runtime.strands import Strands, build_strands
 from interlace.schedules.finder import find
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
-from interlace.train.build import build_module, overridden_shape, published_shape
-from interlace.train.data import open_dataset
-from interlace.train.device import check_device, claim_device, limit_waits
+from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.engines import Draws, EagerEngine, Engine, StrandEngine
 from interlace.train.fully_sharded import FullyShardedEngine, sharded_twin
-from interlace.train.memory import memory_limits
+from interlace.train.memory_limit import memory_limits
 from interlace.train.optimizer import build_optimizer, build_schedule
 from interlace.train.session import (
     DTYPES,

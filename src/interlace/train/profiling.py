@@ -13,20 +13,20 @@ from functools import partial
 from pathlib import Path
 
 from interlace.config import CompareConfig, RunConfig
-from interlace.cost.again import least_noisy
-from interlace.cost.agreement import agree, broadcast_text, is_first_rank
-from interlace.cost.profile import machine_id, measure
-from interlace.cost.slowdown import shared_links
 from interlace.errors import InputError
 from interlace.ir import store
-from interlace.ir.costs import CostTable
+from interlace.ir.costs import CostTable, shared_links
 from interlace.ir.noise import excess_of_spread, noise_of, without_noise
 from interlace.ir.timeline import Timeline
-from interlace.report.costs import cost_summary
-from interlace.runtime.agreement import check_agreement
-from interlace.runtime.measurements import Measurement, measurements
-from interlace.runtime.profile import Profiler, on_busy_links, open_profiler
-from interlace.runtime.signals import StopFlag, agreed
+from interlace.measure.alone import measure
+from interlace.measure.everything import Measurement, measurements
+from interlace.measure.machine import machine_id
+from interlace.measure.repeats import least_noisy
+from interlace.measure.start_up import Profiler, on_busy_links, open_profiler
+from interlace.ranks.agree import check_agreement
+from interlace.ranks.signals import StopFlag, agreed
+from interlace.ranks.small_collectives import broadcast_text, is_first_rank, largest
+from interlace.report.cost_tables import cost_summary
 from interlace.train.opening import open_graphs
 from interlace.train.session import Session, link_label
 from interlace.train.worker import run_rank
@@ -130,7 +130,7 @@ def _alone(profiler: Profiler, stop: StopFlag) -> CostTable:
 
     begin = time.perf_counter_ns()
     run_once()
-    pass_ns = agree({"pass": time.perf_counter_ns() - begin})["pass"]
+    pass_ns = largest({"pass": time.perf_counter_ns() - begin})["pass"]
     repeats = min(MOST_PASSES, max(FEWEST_PASSES, int(PASSES_BUDGET_NS / max(pass_ns, 1))))
 
     def once() -> CostTable:

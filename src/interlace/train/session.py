@@ -12,26 +12,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.config import Mode, OverlapConfig, RunConfig, parse_rate
-from interlace.decompose.apply import Decompose
+from interlace.data.batches import Batches, Dataset
 from interlace.decompose.choose import Request
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
 from interlace.lab import links
+from interlace.measure.site_times import MeasuredTimes
 from interlace.parallel.context import local_positions
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
 from interlace.parallel.tensor import loss_context
-from interlace.runtime.attempt import meet
+from interlace.ranks.attempt import meet, meeting_bound
+from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
+from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.passes import Candidates
-from interlace.runtime.site_times import MeasuredTimes
-from interlace.runtime.startup import meeting_bound
 from interlace.runtime.strands import Strands
-from interlace.runtime.watchdog import Watchdog
-from interlace.train.data import Batches, Dataset
-from interlace.train.device import BACKENDS, NCCL_TIMEOUT, claim_device
 from interlace.train.engines import Engine, StrandEngine
-from interlace.train.memory import constant_bytes
+from interlace.train.memory_limit import constant_bytes
 from interlace.train.weights import MasterWeights
 
 PLAIN_MODES = frozenset[Mode]({"plain-1", "plain-2"})

@@ -1,0 +1,1 @@
+"""Checkpoint folders on disk: written whole, checked, read on any mesh."""

@@ -1,0 +1,1 @@
+"""Decomposed collectives as functions on plain tensors, with autograd."""

@@ -1,0 +1,1 @@
+"""Decomposed collectives as a pass over traced graphs."""
