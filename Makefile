@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint bench gpu-check reference
+TORCH ?=
+TESTS ?= quick
+.PHONY: help setup demo test test-torch check lint bench gpu-check reference
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -34,6 +36,9 @@ check: lint ## before each commit: lint, types, layers, fast tests
 
 test: lint ## everything that continuous integration runs
 	$(BIN)/python -m pytest
+
+test-torch: ## quick tests on another torch, as TORCH=2.15.0; TESTS=all or files for others
+	@$(PYTHON) scripts/test_torch.py '$(TORCH)' $(TESTS)
 
 bench: $(READY) ## the measured claims of the README, written to bench/results/
 	$(BIN)/interlace bench strands --json bench/results/cpu/strands.json

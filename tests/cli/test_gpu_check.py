@@ -71,7 +71,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     )
     lack(monkeypatch, "numpy", "torch")
     assert check.main() == code
-    assert "install 'torch>=2.11,<2.14' 'numpy>=2.0'" in capsys.readouterr().out
+    assert "install 'torch>=2.11,<2.16' 'numpy>=2.0'" in capsys.readouterr().out
 
 
 def test_an_old_python_is_named(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

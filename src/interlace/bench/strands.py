@@ -156,7 +156,7 @@ def runnable(point: Point) -> Point:
     """`point` without a way that this torch lacks, which is said."""
     if "inductor" not in point.modes or has_inductor_schedule():
         return point
-    print("note: without inductor, which needs torch 2.13", file=sys.stderr)
+    print("note: without inductor, which needs torch 2.13 or newer", file=sys.stderr)
     return replace(point, modes=tuple(mode for mode in point.modes if mode != "inductor"))
 
 

@@ -31,7 +31,7 @@ def inductor_order(
     order. Raises InputError where torch has no such scheduler."""
     if not has_inductor_schedule():
         raise InputError(
-            f"mode inductor needs the overlap scheduler of torch 2.13, and this is torch "
+            f"mode inductor needs the overlap scheduler of torch 2.13 and newer, and this is torch "
             f"{torch.__version__}",
             hint="take inductor out of compare.modes",
         )

@@ -1,4 +1,6 @@
-"""Every private torch API that Interlace uses, in one place. Tested with torch 2.11 to 2.13.
+"""Every private torch API that Interlace uses, in one place.
+
+docs/new-torch.md says with which versions of torch it was tested.
 
     _dynamo.functional_export.dynamo_graph_capture_for_export   module -> fx module
     _dynamo.functional_export.fullgraph_capture, _dynamo.convert_frame.get_traced_fn,
@@ -10,11 +12,11 @@
     _functorch.partitioners.min_cut_rematerialization_partition, _functorch.config
                                                                 what to keep within a budget
     _functorch._aot_autograd.descriptors                        what each input and output is
-    distributed.distributed_c10d._set_pg_timeout   how long a group that exists waits
+    distributed.distributed_c10d._set_pg_timeout   how long a group that exists waits (before 2.14)
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
     distributed._functional_collectives.AsyncCollectiveTensor   what eager DTensor waits on
     utils._python_dispatch.TorchDispatchMode, utils._pytree.tree_leaves   seeing eager operators
-    _inductor.fx_passes.overlap_scheduling   PyTorch's overlap scheduler, a rival (2.13 only)
+    _inductor.fx_passes.overlap_scheduling   PyTorch's overlap scheduler, a rival (from 2.13 on)
     cuda.jiterator._create_jit_fn            an element-wise CUDA kernel from its source
 
 The exit stack given to the joint export must be closed before anything real runs: until then its
@@ -24,6 +26,7 @@ fake mode is active. A DTensor input becomes two placeholders, its local tensor 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -45,7 +48,6 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -350,6 +352,13 @@ def inductor_schedule(
             compute_estimator="analytical",
         )
     return list(found.graph.nodes)
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """From now on operations of a group that exists fail after `timeout`. torch 2.14 has a public
+    call; the private one warns there."""
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(timeout, group)
 
 
 def compile_elementwise(source: str) -> Callable[..., Tensor]:
