@@ -105,7 +105,7 @@ def find(schedule: str | ScheduleFunction) -> Schedule:
     if schedule not in (known := names()):
         raise InputError(
             f"unknown schedule {schedule!r}",
-            hint=f"{nearest(schedule, known)}, or module:function for one of your own",
+            hint=f"{nearest(schedule, known)} A schedule of your own is 'module:function'.",
         )
     module = importlib.import_module(f"{schedules.__name__}.{schedule}")
     return Schedule(schedule, getattr(module, schedule))
