@@ -86,3 +86,15 @@ def test_only_public_names_are_imported_from_the_top() -> None:
     """The package itself imports what users ask for, and nothing else."""
     found = _imports_of_files().find_modules_directly_imported_by("interlace")
     assert {("interlace", each) for each in found} == ASKED_FOR_LATE
+
+
+@pytest.mark.parametrize("package", _packages())
+def test_a_package_lists_its_files(package: str) -> None:
+    """One line for each file and each package in it, `name.py  what it is for`, and no others."""
+    folder = SOURCE.parent / package
+    files = {file.name for file in folder.glob("*.py") if file.name != "__init__.py"}
+    packages = {f"{inner.parent.name}/" for inner in folder.glob("*/__init__.py")}
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    listed = re.findall(r"^(\w+(?:\.py|/)) {2,}\S", text, flags=re.MULTILINE)
+    assert len(listed) == len(set(listed)), "one line is enough"
+    assert set(listed) == files | packages

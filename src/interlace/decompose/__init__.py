@@ -13,6 +13,15 @@ Functions on plain tensors and process groups, with autograd:
 
 All ranks of the group must call them alike: same order, variant, pieces, dtype, and which tensors
 require gradients. Everything else in this package works on traced graphs.
+
+functions/         on plain tensors and process groups, with autograd
+rewrite/           the same as a pass over traced graphs
+order.py           in which order a rank visits slices, and where they go; for both
+attention_rows.py  attention of some rows of the queries; for both
+sites.py           where a collective of a graph could run slice by slice, as data
+site_costs.py      the matmuls of a site as shapes, and its computed times
+choose.py          whether and how a site is decomposed, from times of its slices
+listing.py         what was decomposed and what was not, and why
 """
 
 from importlib import import_module

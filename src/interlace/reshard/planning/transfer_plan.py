@@ -2,7 +2,7 @@
 
 Every strategy ends as a list of point-to-point `Transfer`s. A rank walks the list and does its own
 sends and receives; since all ranks walk the same list, no order of it can deadlock. Plans are made
-by `planner.make_plan`, and run on paper by `simulate.simulate`.
+by `make_plan.make_plan`, and run on paper by `simulate.simulate`.
 """
 
 from collections.abc import Iterator
