@@ -23,6 +23,7 @@ parallel/     how a plain model is laid out over ranks
 models/       single-device models, one file each
 search/       a graph and costs in, an issue order out
 sim/          what a plan would do, as a timeline
+schedules/    which passes of which micro-batches a rank runs side by side, one file each
 rules.py      values of a RunConfig that can never work together
 run_files.py  names of the files in the folder of a run, and readers of them
 claims.py     who may write into a directory: one run at a time

@@ -2,7 +2,8 @@
 
 graph.py     what one rank must compute
 plan.py      in which order it issues that
-phases.py    the phases of a step, and the graph that each runs
+actions.py   what one rank runs in a step: strands on micro-batches, action by action
+phases.py    the graph that each phase of a schedule runs
 weave.py     strands that work in the same memory, joined
 costs.py     how long each part takes, alone and beside others
 noise.py     which measured times are not to be trusted

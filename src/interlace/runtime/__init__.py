@@ -1,8 +1,9 @@
 """Plans run on real processes.
 
 strands.py         from a laid-out module to graphs that can be planned and run
+fold.py            the graphs of a rank in two chunks, for schedules that run two
 passes.py          which passes of a step run decomposed
-executor.py        one optimizer step, operators issued in plan order
+executor.py        one optimizer step, action by action, operators issued in plan order
 recorder.py        a lowered graph run operator by operator, with times
 eager_recorder.py  eager autograd as a timeline
 gradients.py       buffers that graphs add to, handed out as `parameter.grad`
@@ -13,6 +14,5 @@ binding.py         a step is bound to what it was compiled for
 module_tree.py     whether the tree of modules is still the same
 module_tensors.py  which parameters and buffers were replaced since
 peak_memory.py     peak memory of one step, as it is
-profile.py         a chunk's operators alone, and kinds that overlap, at start-up
 rival.py           a plan by PyTorch's own overlap scheduler, to compare with
 """

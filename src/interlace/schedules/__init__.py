@@ -4,10 +4,10 @@ A schedule is a function `(ranks, micro_batches, chunks) -> for each rank a tupl
 (`ir.actions`), in a module of its own name. Everything else (executor, simulator, planner, memory,
 report) reads actions.
 
-    one_strand  one micro-batch after the other
-    two_strand  the forward of each micro-batch beside the backward of the one before
-    folded      two chunks on a rank: front half forward beside back half backward
-    finder      from a name to a function, and from a function to the actions and phases of a step
-    passes      what is added to a schedule's actions: heads, graphs of the ends, once-a-step work
-    verify      proves that actions can run, and in the order of micro-batches
+one_strand.py  one micro-batch after the other
+two_strand.py  the forward of each micro-batch beside the backward of the one before
+folded.py      two chunks on a rank: front half forward beside back half backward
+finder.py      from a name to a function, and from that to the actions and phases of a step
+passes.py      what is added to a schedule: heads, graphs of the ends, work once a step
+verify.py      proves that actions can run, in the order of micro-batches
 """
