@@ -46,7 +46,7 @@ class ModelConfig:
     and weights come from there (Llama and GPT-2 checkpoints); empty takes the fields below."""
     architecture: Architecture | Own = "llama"
     """Which model of `interlace.models` to build, or a module of your own with the same functions
-    ([extending](../extending.md))."""
+    (docs/extending.md)."""
     layers: int = 4
     """Number of transformer blocks."""
     width: int = 512
@@ -202,7 +202,7 @@ class PlanConfig:
     search: Search = "exact"
     """Search that makes the plan: `exact` merges the strands by dynamic programming and polishes
     the result, `list` is plain list scheduling, `paper` pairs segments between barriers; or a
-    function of your own ([extending](../extending.md))."""
+    function of your own (docs/extending.md)."""
     memory_mib: float = 0.0
     """Largest peak of values made by the graphs of one phase, per rank; 0 for no bound."""
     extra_memory: float = 0.03
