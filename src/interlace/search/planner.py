@@ -11,12 +11,12 @@ from interlace.ir.plan import PhasePlan, Plan, without_heads
 from interlace.ir.timeline import WAIT, Timeline
 from interlace.schedules.finder import Schedule, find
 from interlace.search.exact import order_exact
+from interlace.search.heads import choose_head
 from interlace.search.limits import MemoryLimits
 from interlace.search.list_scheduling import order_list
 from interlace.search.memory import peak_bytes
 from interlace.search.paper import order_paper
 from interlace.search.problem import Problem
-from interlace.search.rotate import choose_head
 from interlace.search.tight import smallest_peak
 from interlace.sim.lanes import simulate
 
