@@ -22,6 +22,7 @@ from interlace.config import Mode
 from interlace.errors import RunError
 from interlace.ir.steady import compute_ns, steady_state
 from interlace.ir.timeline import Timeline
+from interlace.lab.links import link_label
 from interlace.parallel.local_parts import local
 from interlace.runtime.executor import Batch
 from interlace.runtime.peak_memory import Growth, measure_growth
@@ -29,7 +30,7 @@ from interlace.search.memory import step_peak_bytes
 from interlace.search.step_bounds import step_bound_ns
 from interlace.sim.step import simulate_step
 from interlace.train.optimizer import set_step
-from interlace.train.session import Session, link_label
+from interlace.train.session import Session
 from interlace.train.weights import clip_gradients
 
 State = list[Tensor]
@@ -179,7 +180,7 @@ def _summary(session: Session, results: Mapping[Mode, ModeResult], steps: int) -
     summary: dict[str, Any] = {
         "steps": steps,
         "micro_batches": session.config.train.micro_batches,
-        "link": link_label(session.config),
+        "link": link_label(session.config.link),
         "constant_bytes": session.constant_bytes,
         "modes": {mode: _mode_row(session, mode, result) for mode, result in results.items()},
     }
