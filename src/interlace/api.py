@@ -29,11 +29,11 @@ from interlace.parallel.data import DataLayout
 from interlace.ranks.agree import check_agreement, refused_together
 from interlace.ranks.determinism import check_current, nondeterminism, warn_of_other_bits
 from interlace.runtime.binding import Binding
+from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.gradients import ParameterGradients
 from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.mesh_axes import axis_of_group, data_rank_of, replicas_of
 from interlace.runtime.module_tree import refuse_gradient_hooks
-from interlace.runtime.passes import Candidates, trace_candidates
 from interlace.runtime.recorder import Recorder
 from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers

@@ -1,6 +1,6 @@
 """One compiled step, for `compile_step`, for the trainer, for `plan` and `profile` alike:
 
-trace -> decompose -> share over data-parallel ranks      `trace_candidates` (runtime.passes)
+trace -> decompose -> share over data-parallel ranks      `trace_candidates` (runtime.candidates)
       -> costs -> which passes are decomposed -> plan     `Compilation`
       -> executor                                         `CompiledStep`
 """
@@ -23,8 +23,8 @@ from interlace.measure.cache import cached
 from interlace.measure.machine import machine_id
 from interlace.measure.start_up import profile_strands
 from interlace.run_files import cache_directory
+from interlace.runtime.candidates import Candidates, choose_passes
 from interlace.runtime.executor import Batch
-from interlace.runtime.passes import Candidates, choose_passes
 from interlace.runtime.recorder import Clock, Recorder, clock_for
 from interlace.runtime.strands import Strands
 from interlace.schedules.finder import Schedule

@@ -18,7 +18,7 @@ from interlace.search.paper import order_paper
 from interlace.search.problem import Problem
 from interlace.search.rotate import choose_head
 from interlace.search.tight import smallest_peak
-from interlace.sim.strands import simulate
+from interlace.sim.lanes import simulate
 
 Found = tuple[tuple[str, ...], tuple[str, ...]]
 """(order, operators that a barrier follows)."""

@@ -21,9 +21,9 @@ from interlace.ranks.device import check_device, claim_device, limit_waits
 from interlace.ranks.replicas import random_state
 from interlace.rules import check, resolve_layout
 from interlace.run_files import cache_directory
+from interlace.runtime.candidates import trace_candidates
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import memory_limits
-from interlace.runtime.passes import trace_candidates
 from interlace.runtime.rival import inductor_plan
 from interlace.runtime.strands import Strands, build_strands
 from interlace.schedules.finder import find
