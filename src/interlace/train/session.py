@@ -1,5 +1,6 @@
 """Session: one rank's model, data, weights, optimizer and engines, built from a RunConfig."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor
 from interlace.compiled import Compilation
 from interlace.config import Mode, RunConfig, parse_rate
 from interlace.data.batches import Batches, Dataset
-from interlace.errors import InputError
+from interlace.errors import InputError, RunError
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
 from interlace.lab import links
@@ -27,7 +28,7 @@ from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
 from interlace.runtime.strands import Strands
 from interlace.train.engines import Engine, StrandEngine
-from interlace.train.weights import MasterWeights
+from interlace.train.weights import MasterWeights, clip_gradients
 
 PLAIN_MODES = frozenset[Mode]({"plain-1", "plain-2"})
 """Ways to run strands without `overlap.decompose`."""
@@ -158,6 +159,23 @@ class Session:
     def plan(self) -> Plan | None:
         """Of two strands, if there is one."""
         return self.plans.get("2")
+
+    def update(self, step: int) -> float:
+        """Clip, step the optimizer and its schedule, publish. Returns the gradient norm.
+
+        Raises RunError, before anything is changed, if the gradients are not finite.
+        """
+        norm = clip_gradients(self.weights.parameters, self.config.optimizer.clip_norm)
+        if not math.isfinite(norm):
+            raise RunError(
+                f"the gradient norm of step {step} is {norm}; the weights are those of the step "
+                "before",
+                hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
+            )
+        self.optimizer.step()
+        self.schedule.step()
+        self.weights.publish()
+        return norm
 
     def strands_of(self, mode: Mode) -> Strands | None:
         """The graphs that a way to run strands works on."""
