@@ -83,9 +83,7 @@ def compile_step(
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
     chunk = ModuleWithLoss(module, loss_fn)
     with refused_together():
-        if strands not in (1, 2):
-            raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
-        found = find(schedule or ("one_strand", "two_strand")[strands - 1])
+        found = _schedule(schedule, strands)
         check_example(example_inputs)
         check_current(example_inputs[0].device)
         check_wrappers(module)
@@ -236,6 +234,15 @@ def _traced(
         overlap.passes,
         schedule=schedule,
     )
+
+
+def _schedule(schedule: str | ScheduleFunction, strands: int) -> Schedule:
+    """The schedule that was asked for, whose actions can run."""
+    if strands not in (1, 2):
+        raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
+    found = find(schedule or ("one_strand", "two_strand")[strands - 1])
+    found.phases(found.graphs)
+    return found
 
 
 def _settings(config: PlanConfig, overlap: OverlapConfig, limits: MemoryLimits) -> Settings:

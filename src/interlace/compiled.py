@@ -55,7 +55,7 @@ class Settings:
 class Compilation:
     """Traced graphs on their way to steps. All steps made from it share its measured times.
 
-    Every method but `graphs_of` is collective: ranks call it in the same order.
+    `costs`, `chosen` and `plan` are collective: ranks call them in the same order.
     """
 
     def __init__(
