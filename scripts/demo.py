@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from interlace.bench.job import train_on_link
+from interlace.bench.strands import train_on_link
 from interlace.cli.run_file import load_run_config
 from interlace.errors import InterlaceError
 from interlace.report.build import build_report

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gloo"))
 
 from checkpoint_runs import Runs, differing
 
-from interlace.train.checkpoint_export import sound_manifest
+from interlace.checkpoint.to_hugging_face import sound_manifest
 
 STEPS = 200
 

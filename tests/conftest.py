@@ -4,12 +4,18 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 _HERE = Path(__file__).parent
 
 
 def pytest_configure() -> None:
-    """In a script `make test &` ignores SIGINT, and so would all that the tests start."""
+    """In a script `make test &` ignores SIGINT, and so would all that the tests start. No test of
+    Hypothesis depends on a time: machines are shared, and their load is no property of the code."""
+    settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("untimed")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

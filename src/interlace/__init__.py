@@ -1,8 +1,39 @@
 """Interlace hides communication in distributed LLM training.
 
 `compile_step` makes an interlaced training step of your own module, `reshard` and `ReshardPlan`
-move tensors between device meshes. Importing this package does nothing, not even import torch;
-each sub-package says in its docstring what it is for.
+move tensors between device meshes. Importing this package does nothing, not even import torch.
+The rooms of the house, from the street to the cellar; arrows of imports point down:
+
+__main__.py   `python -m interlace`, and the command `interlace`
+cli/          commands: parse, call one function, print
+bench/        measured claims, one file each
+api.py        `compile_step`: an interlaced step of a user's own module
+train/        a training run: session, loop, engines, comparison, metrics
+checkpoint/   checkpoint folders on disk: written whole, checked, read on any mesh
+data/         from data files to batches of tokens
+report/       the records of a run as pages, pictures and tables
+reshard/      tensors moved between device meshes of any layout
+compiled.py   one compiled step: costs, plan and executor of traced graphs
+measure/      times measured on this machine: operators alone, in pairs, sites in slices
+runtime/      plans run on real processes: executor, recorder, gradients
+ranks/        processes that are ranks: started, kept together, watched, ended, compared
+decompose/    collectives cut into steps under partial compute
+graphs/       from a module to executable graphs: trace, passes, export, lower
+lab/          slow links and hosts without a cluster
+parallel/     how a plain model is laid out over ranks
+models/       single-device models, one file each
+search/       a graph and costs in, an issue order out
+sim/          what a plan would do, as a timeline
+schedules/    which passes of which micro-batches a rank runs side by side, one file each
+rules.py      values of a RunConfig that can never work together
+run_files.py  names of the files in the folder of a run, and readers of them
+claims.py     who may write into a directory: one run at a time
+hardware/     descriptions of machines and clusters, and times that follow from them
+text.py       numbers and tables as people read them
+config.py     RunConfig: everything that a run is asked to do
+ir/           the shared vocabulary: graphs, plans, costs, timelines as data
+errors.py     the errors that a user can meet, and their exit codes
+presets/      shipped run files, models and clusters
 """
 
 import importlib

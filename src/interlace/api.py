@@ -9,42 +9,37 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from interlace.compiled import Compilation, CompiledStep, Draws, Settings
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
-from interlace.cost.cache import cached
-from interlace.cost.profile import machine_id
 from interlace.decompose.listing import Listing
 from interlace.errors import InputError
-from interlace.graphs.dropout import seeds_for, takes_seeds
 from interlace.graphs.wide_sums import wide_sums
+from interlace.ir.actions import Action
 from interlace.ir.costs import CostTable
-from interlace.ir.phases import FORWARD
-from interlace.ir.plan import Plan, read
+from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
+from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import DataLayout
-from interlace.runtime.agreement import check_agreement, refused_together
+from interlace.ranks.agree import check_agreement, refused_together
+from interlace.ranks.determinism import check_current, nondeterminism, warn_of_other_bits
 from interlace.runtime.binding import Binding
-from interlace.runtime.device import check_current, nondeterminism, warn_of_other_bits
+from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.gradients import ParameterGradients
+from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.mesh_axes import axis_of_group, data_rank_of, replicas_of
-from interlace.runtime.module_agreement import ModuleAgreement
 from interlace.runtime.module_tree import refuse_gradient_hooks
-from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
-from interlace.runtime.profile import profile_strands
-from interlace.runtime.recorder import Recorder, clock_for
+from interlace.runtime.recorder import Recorder
+from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
-from interlace.runtime.strands import Strands, build_strands
+from interlace.runtime.strands import build_strands
+from interlace.schedules.finder import Schedule, ScheduleFunction, find
 from interlace.search.limits import MemoryLimits
-from interlace.search.planner import make_plan
-from interlace.train.memory import memory_limits
-from interlace.train.session import cache_directory, decompose_of, link_label
 
 Batch = tuple[Tensor, ...]
 LossFunction = Callable[..., Tensor]
@@ -57,6 +52,7 @@ def compile_step(
     *,
     mesh: DeviceMesh | None = None,
     strands: int = 2,
+    schedule: str | ScheduleFunction = "",
     config: PlanConfig | None = None,
     overlap: OverlapConfig | None = None,
     per_rank: Collection[str] = (),
@@ -67,8 +63,10 @@ def compile_step(
     and all later ones have its shapes, dtypes and device. The module is on its device and laid out
     over ranks; `mesh` names the axes of its collectives. Gradients are averaged over an axis
     `dp_replicate`, whose ranks hold equal weights and see different data. `strands=1` runs the
-    same graphs one micro-batch after the other. `config` says how the order is found, `overlap`
-    whether collectives are cut into sends under partial matmuls (default: they are left whole).
+    same graphs one micro-batch after the other. `schedule` takes the place of `strands`:
+    `one_strand`, `two_strand`, `folded`, or a function of your own (docs/concepts/schedules.md),
+    itself or as `"module:function"`. `config` says how the order is found, `overlap` whether
+    collectives are cut into sends under partial matmuls (default: they are left whole).
     Masks of dropout follow from torch's seed at this call, and the step and micro-batch.
     `per_rank` names plain parameters and buffers (patterns, as `"experts.*"`) of which each rank
     holds its own; all others must be equal on all ranks of `mesh`, as `Step.check_ranks` says.
@@ -85,8 +83,7 @@ def compile_step(
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
     chunk = ModuleWithLoss(module, loss_fn)
     with refused_together():
-        if strands not in (1, 2):
-            raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
+        found = _schedule(schedule, strands)
         check_example(example_inputs)
         check_current(example_inputs[0].device)
         check_wrappers(module)
@@ -98,7 +95,7 @@ def compile_step(
     # Where times decide what is decomposed, ranks exchange them while they trace.
     with nullcontext() if overlap.decompose == "auto" else refused_together():
         data = replicas_of(chunk, mesh, dtype)
-        candidates = _traced(chunk, example_inputs, mesh, data, dtype, overlap, strands)
+        candidates = _traced(chunk, example_inputs, mesh, data, dtype, overlap, found)
         whole = candidates.whole
         check_loss(whole)
         assert whole.reads is not None
@@ -107,24 +104,15 @@ def compile_step(
     gradients = ParameterGradients(
         chunk, whole.parameters, whole.placements, dtype, replicas=data is not None
     )
-    if strands == 1:
-        planned = Planned(whole, whole.sequential, None)
-    else:
-        limits = memory_limits(RunConfig(plan=config), chunk, data)
-        planned = _planned(candidates, example_inputs, gradients, config, overlap, limits)
-    data_rank = data_rank_of(mesh, planned.strands)
-    step = Step(planned, gradients, binding, example_inputs, data_rank, alike)
-    check_agreement({"plan": step.plan.digest})
+    limits = memory_limits(RunConfig(plan=config), chunk, data)
+    settings = _settings(config, overlap, limits)
+    compilation = Compilation(candidates, example_inputs, gradients.constants, settings)
+    compiled = _compiled(compilation, found, gradients, data_rank_of(mesh, whole))
+    costs = compilation.tables.get(compiled.strands.digest)
+    step = Step(compiled, costs, gradients, binding, example_inputs, alike)
+    check_agreement(compiled.digests)
     warn_of_other_bits(step.nondeterminism)
     return step
-
-
-class Planned(NamedTuple):
-    """Graphs, the order in which they run, and the measured times behind it."""
-
-    strands: Strands
-    plan: Plan
-    costs: CostTable | None
 
 
 class Step:
@@ -145,26 +133,23 @@ class Step:
 
     def __init__(
         self,
-        planned: Planned,
+        compiled: CompiledStep,
+        costs: CostTable | None,
         gradients: ParameterGradients,
         binding: Binding,
         example: Batch,
-        data_rank: int,
         alike: ModuleAgreement,
     ) -> None:
-        strands, self.plan, self.costs = planned
-        self.decomposed = strands.listing
+        self.plan = compiled.plan
+        self.costs = costs
+        self.decomposed = compiled.strands.listing
         self.losses = []
-        self._strands = strands
+        self._compiled = compiled
         self._gradients = gradients
         self._binding = binding
         self._example = example
-        self._executor = strands.executor(self.plan, gradients.constants)
-        self._clock = clock_for(example[0].device.type)
         self._number = 0
-        self._data_rank = data_rank
         self.nondeterminism = nondeterminism(example[0].device)
-        self._seed = torch.initial_seed()
         self._alike = alike
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
@@ -175,6 +160,11 @@ class Step:
         the same memory, so clone what is needed longer.
         """
         return self._run(micro_batches, None)
+
+    def actions(self, micro_batches: int) -> tuple[Action, ...]:
+        """What this rank runs in a step of so many micro-batches, action by action; `print` shows
+        which forward and backward each of them puts together."""
+        return self._compiled.actions(micro_batches)
 
     def check_ranks(self) -> None:
         """Raise PeerError, naming weight and ranks, if parameters or buffers have come to differ
@@ -189,29 +179,22 @@ class Step:
     def record(self, micro_batches: Sequence[Batch], label: str = "step") -> Timeline:
         """The same step, recorded operator by operator: what was hidden and what was exposed."""
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        recorder = Recorder(self._strands.op_graphs, self._clock.restarted())
+        recorder = self._compiled.recorder()
         self._run(micro_batches, recorder)
         return recorder.timeline(label, rank)
 
     def _run(self, micro_batches: Sequence[Batch], recorder: Recorder | None) -> Tensor:
         check_batches(micro_batches, self._example)
         if self._binding.check():
-            self._gradients.rebind(self._strands.module)
-            self._executor.rebind({**self._strands.buffers(), **self._gradients.constants})
+            strands = self._compiled.strands
+            self._gradients.rebind(strands.module)
+            constants = {**strands.buffers(), **self._gradients.constants}
+            self._compiled.executor.rebind(constants)
         self._gradients.begin()
         self._number += 1
-        if takes_seeds(self._strands.graphs[FORWARD]):
-            micro_batches = [
-                (*batch, self._seeds(index)) for index, batch in enumerate(micro_batches)
-            ]
-        self.losses = self._executor.step(micro_batches, recorder)
+        self.losses = self._compiled.run(micro_batches, self._number, recorder)
         self._gradients.finish()
         return torch.stack(self.losses).mean()
-
-    def _seeds(self, micro_batch: int) -> Tensor:
-        return seeds_for(
-            self._seed, step=self._number, micro_batch=micro_batch, data_rank=self._data_rank
-        )
 
 
 class ModuleWithLoss(nn.Module):
@@ -238,7 +221,7 @@ def _traced(
     data: DataLayout | None,
     dtype: torch.dtype,
     overlap: OverlapConfig,
-    strands: int,
+    schedule: Schedule,
 ) -> Candidates:
     device = example[0].device
     trace = partial(
@@ -249,43 +232,35 @@ def _traced(
         lambda decompose: trace(decompose=decompose),
         decompose_of(overlap, device),
         overlap.passes,
-        strands=strands,
+        schedule=schedule,
     )
 
 
-def _planned(
-    candidates: Candidates,
-    example: Batch,
-    gradients: ParameterGradients,
-    config: PlanConfig,
-    overlap: OverlapConfig,
-    limits: MemoryLimits,
-) -> Planned:
-    """The plan of two strands: the user's own, or one by measured times."""
-    if config.file:
-        plan = read(Path(config.file))
-        return Planned(candidates.made_for(plan), plan, None)
-    costs = _measured_costs(candidates.whole, example, gradients, config)
-    traced = candidates.whole
-    if overlap.passes != "ends":
-        traced = choose_passes(candidates, costs, limits)
-    plan = make_plan(traced.op_graphs, costs, config.search, limits=limits)
-    return Planned(traced, plan, costs)
+def _schedule(schedule: str | ScheduleFunction, strands: int) -> Schedule:
+    """The schedule that was asked for, whose actions can run."""
+    if strands not in (1, 2):
+        raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
+    found = find(schedule or ("one_strand", "two_strand")[strands - 1])
+    found.phases(found.graphs)
+    return found
 
 
-def _measured_costs(
-    strands: Strands, example: Batch, gradients: ParameterGradients, config: PlanConfig
-) -> CostTable:
-    device = example[0].device.type
-    machine = machine_id(device, link_label(RunConfig()))
-
-    def measure() -> CostTable:
-        batch: Any = example
-        return profile_strands(
-            strands, batch, device, gradients.constants,
-            repeats=config.profile_repeats, machine=machine,
-        )  # fmt: skip
-
-    directory = cache_directory("costs") if config.cache else None
+def _settings(config: PlanConfig, overlap: OverlapConfig, limits: MemoryLimits) -> Settings:
     say = logging.getLogger("interlace").warning
-    return cached(directory, machine, strands.digest, measure, say=say)
+    return Settings(plan=config, overlap=overlap, limits=limits, link=RunConfig().link, say=say)
+
+
+def _compiled(
+    compilation: Compilation, schedule: Schedule, gradients: ParameterGradients, data_rank: int
+) -> CompiledStep:
+    """The step by this schedule: in traced order, by the user's own plan, or by measured times."""
+    draws = Draws(seed=torch.initial_seed(), data_rank=data_rank)
+    if schedule.name == "one_strand":
+        strands = compilation.candidates.whole
+        plan = strands.sequential
+    else:
+        given = compilation.given_plan()
+        strands = compilation.chosen(given)
+        plan = given or compilation.plan(strands, schedule)
+        plan = compilation.checked(plan, strands)
+    return CompiledStep(strands, plan, gradients.constants, schedule, draws)

@@ -45,7 +45,7 @@ def calls(monkeypatch):
     fake("interlace.train.worker", "main")
     fake("interlace.train.planning", "plan_command")
     fake("interlace.train.profiling", "profile_command")
-    fake("interlace.runtime.launch", "launch")
+    fake("interlace.ranks.launch", "launch")
     fake("interlace.lab.hosts", "run_in_lab")
     fake("interlace.lab.hosts", "clean")
     fake("interlace.report.build", "build_report")
@@ -59,7 +59,7 @@ def test_train_starts_as_many_ranks_as_the_layout_needs(calls, monkeypatch):
     def launch(command, **options):
         seen.update(command=command, config=load_run_config(command[6]), options=options)
 
-    monkeypatch.setattr(sys.modules["interlace.runtime.launch"], "launch", launch)
+    monkeypatch.setattr(sys.modules["interlace.ranks.launch"], "launch", launch)
     assert main(["train", "demo", "--train.threads", "3", "--strands=eager", "-v"]) == 0
     assert seen["command"][:6] == [sys.executable, "-P", "-u", "-m", "interlace", "train"]
     assert seen["command"][7:] == ["-v"]

@@ -3,7 +3,7 @@
 import pytest
 
 from interlace.errors import InputError
-from interlace.runtime.launched import adopt_job
+from interlace.ranks.launched import adopt_job
 
 STEP = {
     "SLURM_PROCID": "3",

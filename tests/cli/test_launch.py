@@ -12,7 +12,7 @@ import time
 import pytest
 
 from interlace.errors import RunError
-from interlace.runtime.launch import _failure, assign_cores, launch
+from interlace.ranks.launch import _failure, assign_cores, launch
 
 FOREVER = "sleep 600"
 PAUSE = f"signal {int(signal.SIGSTOP)}"
@@ -88,7 +88,7 @@ def test_a_rank_that_exits_with_0_before_it_joins_is_named():
     program = (
         "import os\n"
         "if os.environ['RANK'] == '0':\n"
-        "    from interlace.runtime.attempt import meet\n"
+        "    from interlace.ranks.attempt import meet\n"
         "    meet(600)\n"
     )
     with pytest.raises(RunError, match="rank 1 exited with code 0 before it joined the run"):

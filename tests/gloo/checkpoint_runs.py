@@ -11,12 +11,12 @@ from typing import Any
 from processes import RankResult, run_ranks, start_ranks
 from training import Workplace
 
+from interlace.checkpoint.tensor_files import CheckpointReader, whole_tensor
+from interlace.checkpoint.to_hugging_face import sound_manifest
 from interlace.cli.run_file import load_run_config
 from interlace.config import RunConfig
 from interlace.errors import InterlaceError
-from interlace.train.checkpoint_export import sound_manifest
-from interlace.train.checkpoint_storage import CheckpointReader, whole_tensor
-from interlace.train.metrics import read_metrics
+from interlace.run_files import read_metrics
 
 STEPS = 16
 EVERY = 2

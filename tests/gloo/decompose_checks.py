@@ -19,7 +19,7 @@ from interlace.decompose import (
     scatter_gradient,
     ulysses_attention,
 )
-from interlace.decompose.ring import VARIANTS
+from interlace.decompose.order import VARIANTS
 
 RELATIVE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """Largest error over largest value; float32 stands for sums of up to a few hundred terms."""

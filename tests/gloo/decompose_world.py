@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from interlace.config import ModelConfig, ParallelConfig, Recompute
-from interlace.decompose.apply import Decompose, decompose_chunk
 from interlace.decompose.choose import Request, SiteTimes, SliceTimes, Way
+from interlace.decompose.rewrite.apply import Decompose, decompose_chunk
 from interlace.decompose.sites import Site
 from interlace.graphs.recompute import RecomputePolicy, with_recompute
 from interlace.graphs.torch_private import init_fake_world
@@ -23,9 +23,10 @@ from interlace.graphs.trace import ChunkGraphs, StrandGraph, trace_chunk
 from interlace.ir.plan import Plan
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
+from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes, build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
-from interlace.runtime.executor import Batch, local
+from interlace.runtime.executor import Batch
 from interlace.runtime.strands import Strands, share
 from interlace.search.memory import Alive, Liveness
 

@@ -9,15 +9,16 @@ from strand_world import bits
 from torch import Tensor, nn
 
 from interlace.config import ModelConfig, ParallelConfig, Recompute
-from interlace.cost.analytic import MachineModel, analytic_costs
 from interlace.graphs.dropout import seeds_for
 from interlace.graphs.recompute import RecomputePolicy
+from interlace.hardware.computed_costs import MachineModel, analytic_costs
 from interlace.ir.plan import Plan
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
+from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
-from interlace.runtime.executor import Batch, local
+from interlace.runtime.executor import Batch
 from interlace.runtime.strands import Strands, build_strands
 from interlace.search.planner import make_plan
 from interlace.train.engines import StrandEngine

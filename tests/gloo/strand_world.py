@@ -13,20 +13,21 @@ from torch import Tensor
 
 from interlace.config import ModelConfig, OptimizerConfig, ParallelConfig
 from interlace.ir.costs import CostTable
-from interlace.ir.phases import PHASES, phase_graphs
 from interlace.ir.plan import PhasePlan, Plan
+from interlace.measure.start_up import profile_strands
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
+from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes, build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
-from interlace.runtime.executor import Batch, local
-from interlace.runtime.profile import profile_strands
+from interlace.runtime.executor import Batch
 from interlace.runtime.strands import Strands, build_strands
 from interlace.search.planner import make_plan
 from interlace.train.engines import EagerEngine, Engine, StrandEngine
 from interlace.train.optimizer import build_optimizer
 from interlace.train.weights import MasterWeights, clip_gradients
 from orders import depth_first_order, random_order
+from phases import planned_graphs
 
 VOCABULARY = 256
 MICRO_BATCHES = 4
@@ -113,14 +114,13 @@ class World:
         how much of the forward strand runs ahead, and in barriers."""
         graphs, draw = self.strands.op_graphs, random.Random(seed)
         make = random_order if seed % 2 else depth_first_order
-        ahead = draw.choice((0, 1, 5, 20, len(graphs["forward"].operators)))
-        of_phase = phase_graphs(graphs, ahead)
+        head = draw.choice((0, 1, 5, 20, len(graphs["forward"].operators)))
         phases = {}
-        for name in PHASES:
-            order = make(of_phase[name], seed)
+        for name, graph in planned_graphs(graphs, head).items():
+            order = make(graph, seed)
             barriers = tuple(draw.sample(order, draw.choice((0, 0, 3))))
             phases[name] = PhasePlan(order, 0, 0, barriers)
-        return Plan("random", self.strands.digest, "-", phases, ahead)
+        return Plan("random", self.strands.digest, "-", "two_strand", phases, head)
 
     def eager(self) -> EagerEngine:
         """Plain autograd."""

@@ -6,7 +6,7 @@ import pytest
 from processes import gloo_group, run_ranks
 
 from interlace.errors import PeerError
-from interlace.runtime.agreement import check_agreement, environment_fields
+from interlace.ranks.agree import check_agreement, environment_fields
 
 pytestmark = pytest.mark.gloo
 

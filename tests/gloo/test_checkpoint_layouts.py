@@ -15,21 +15,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from interlace.config import OptimizerConfig
-from interlace.errors import RunError
-from interlace.parallel.meshes import build_meshes
-from interlace.train.checkpoint_exchange import gather_json
-from interlace.train.checkpoint_export import sound_manifest
-from interlace.train.checkpoint_files import folder_name
-from interlace.train.checkpoint_manifest import Manifest
-from interlace.train.checkpoint_storage import (
+from interlace.checkpoint.background_save import Outcome, write_checkpoint
+from interlace.checkpoint.folders import folder_name
+from interlace.checkpoint.manifest import Manifest
+from interlace.checkpoint.tensor_files import (
     CheckpointReader,
     load_tensors,
     plan_pieces,
     whole_tensor,
 )
-from interlace.train.checkpoint_writer import Outcome, write_checkpoint
-from interlace.train.claims import Claim
+from interlace.checkpoint.to_hugging_face import sound_manifest
+from interlace.claims import Claim
+from interlace.config import OptimizerConfig
+from interlace.errors import RunError
+from interlace.parallel.meshes import build_meshes
+from interlace.ranks.small_collectives import gather_json
 from interlace.train.engines import StrandEngine
 from interlace.train.optimizer import build_optimizer
 

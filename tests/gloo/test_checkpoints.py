@@ -15,21 +15,21 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_runs import EVERY, STEPS, Runs, differing
 from safetensors.torch import load_file, save_file
 
-from interlace.config import ModelConfig
-from interlace.errors import InputError
-from interlace.train import checkpoint_files as files
-from interlace.train.checkpoint_export import (
+from interlace.checkpoint import folders as files
+from interlace.checkpoint.folders import Damaged
+from interlace.checkpoint.manifest import MANIFEST, Manifest, digest_of
+from interlace.checkpoint.request import check_request
+from interlace.checkpoint.tensor_files import CheckpointReader, whole_tensor
+from interlace.checkpoint.to_hugging_face import (
     export_as_it_was,
     export_checkpoint,
     export_trusted_dcp,
     find_checkpoint,
     sound_manifest,
 )
-from interlace.train.checkpoint_files import Damaged
-from interlace.train.checkpoint_manifest import MANIFEST, Manifest, digest_of
-from interlace.train.checkpoint_request import check_request
-from interlace.train.checkpoint_storage import CheckpointReader, whole_tensor
-from interlace.train.claims import LOCK, ClaimLost
+from interlace.claims import LOCK, ClaimLost
+from interlace.config import ModelConfig
+from interlace.errors import InputError
 from interlace.train.loop import claim_directory
 
 pytestmark = pytest.mark.gloo

@@ -18,7 +18,7 @@ from interlace.config import (
     TrainConfig,
 )
 from interlace.graphs.torch_private import has_inductor_schedule
-from interlace.runtime.memory import measure_growth
+from interlace.runtime.peak_memory import measure_growth
 from interlace.train.compare import compare
 from interlace.train.opening import open_session
 from interlace.train.session import Session, process_group

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import interlace
 from interlace.errors import InputError, PeerError
-from interlace.runtime.executor import local
-from interlace.runtime.fingerprint import fingerprints
+from interlace.parallel.local_parts import local
+from interlace.ranks.fingerprint import fingerprints
 
 pytestmark = pytest.mark.gloo
 ODD = 1
@@ -42,9 +42,9 @@ def primitives(folder: str) -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    from interlace.runtime.agreement import check_contents
-    from interlace.runtime.replicas import tensor_contents
-    from interlace.runtime.source_files import package_contents
+    from interlace.ranks.agree import check_contents
+    from interlace.ranks.replicas import tensor_contents
+    from interlace.ranks.source_files import package_contents
 
     rank = int(os.environ["RANK"])
     found: dict[str, str] = {}
@@ -92,9 +92,9 @@ def models(mesh: Any) -> dict[str, str]:
     """Buffers of our models over context- and tensor-parallel ranks."""
     from interlace.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
     from interlace.parallel.meshes import build_meshes
-    from interlace.runtime.agreement import check_contents
-    from interlace.train.agreement import module_buffers
-    from interlace.train.build import build_module
+    from interlace.ranks.agree import check_contents
+    from interlace.train.built_model import build_module
+    from interlace.train.same_run import module_buffers
 
     found: dict[str, str] = {}
     layouts = [("llama", "ring", 4, 1), ("llama", "ulysses", 2, 2), ("gpt", "ring", 2, 2)]

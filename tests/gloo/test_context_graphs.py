@@ -104,7 +104,7 @@ def model_child(architecture: str, method: str) -> dict[str, Any]:
     from processes import gloo_group
     from torch.distributed.device_mesh import init_device_mesh
 
-    from interlace.graphs.export import export
+    from interlace.graphs.op_graphs import export
     from interlace.graphs.trace import trace_chunk
     from interlace.models import model_file
     from interlace.models.loss import NextTokenLoss

@@ -8,13 +8,13 @@ import pytest
 from processes import gloo_group, run_ranks
 from test_ir_store import COSTS
 
-from interlace.cost.again import least_noisy
-from interlace.cost.agreement import agree
-from interlace.cost.cache import cached
 from interlace.errors import InputError
 from interlace.ir import store
 from interlace.ir.costs import CostTable, PairCost
 from interlace.ir.graph import Kind
+from interlace.measure.cache import cached
+from interlace.measure.repeats import least_noisy
+from interlace.ranks.small_collectives import largest
 from interlace.train.profiling import Files, starting_point
 
 STRANGE = PairCost(Kind.MATMUL, Kind.ALL_GATHER, "tp", 1.0, 1.0, -29.0, 7, 5, 157)
@@ -128,7 +128,7 @@ def on_two_ranks(folder: str) -> list[object]:
         tries = [9 + rank, 7 + rank, 8 - 4 * rank]
 
         def measure() -> CostTable:
-            agreed = agree({"issue": tries.pop(0)})["issue"]
+            agreed = largest({"issue": tries.pop(0)})["issue"]
             return replace(NOISY, issue_ns=agreed)
 
         said: list[str] = []

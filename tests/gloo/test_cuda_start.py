@@ -18,11 +18,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.bench.imagined import preset_for
 from interlace.config import LinkConfig, RunConfig, TrainConfig
-from interlace.cost.agreement import collective_device
 from interlace.errors import InputError
-from interlace.runtime.device import check_current, nondeterminism, switch_adds, warn_of_other_bits
+from interlace.ranks.determinism import (
+    check_current,
+    nondeterminism,
+    switch_adds,
+    warn_of_other_bits,
+)
+from interlace.ranks.device import NCCL_TIMEOUT, check_device, limit_waits, local_device
+from interlace.ranks.small_collectives import collective_device
 from interlace.train import session
-from interlace.train.device import NCCL_TIMEOUT, check_device, limit_waits, local_device
 from interlace.train.session import process_group
 
 Calls = list[tuple[str, Any]]

@@ -22,7 +22,6 @@ from interlace.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from interlace.errors import InputError
 from interlace.graphs.torch_private import init_fake_world
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
-from interlace.ir.phases import PHASES, phase_graphs
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
@@ -33,10 +32,11 @@ from interlace.parallel.meshes import Meshes, axis_sizes, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.runtime.executor import Batch
 from interlace.runtime.strands import Strands, build_strands
-from interlace.train.build import build_module
+from interlace.train.built_model import build_module
 from interlace.train.engines import EagerEngine, StrandEngine
 from interlace.train.weights import MasterWeights
 from orders import random_order
+from phases import plan_by
 
 FAMILIES = ("llama", "gpt")
 VOCABULARY, SEQUENCE, MICRO_BATCHES, SAMPLES = 64, 16, 3, 2
@@ -164,10 +164,8 @@ def facts_of(
 
 def random_plan(graphs: Mapping[str, OpGraph]) -> Plan:
     """A valid plan of two strands that no search would make, with a head."""
-    ahead = len(graphs["forward"].operators) // 5
-    of_phase = phase_graphs(graphs, ahead)
-    phases = {name: PhasePlan(random_order(of_phase[name], 5), 0, 0) for name in PHASES}
-    return Plan("random", "-", "-", phases, ahead)
+    head = len(graphs["forward"].operators) // 5
+    return plan_by(graphs, lambda graph: PhasePlan(random_order(graph, 5), 0, 0), head)
 
 
 def worst_error(weights: MasterWeights, expected: dict[str, Tensor]) -> tuple[str, float]:

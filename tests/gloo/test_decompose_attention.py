@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from processes import gloo_group, run_ranks
 from torch import Tensor
 
-from interlace.decompose.attention_scatter import query_split_attention
+from interlace.decompose.functions.attention_scatter import query_split_attention
 from interlace.errors import InputError
 
 RANKS = 4
@@ -173,7 +173,7 @@ def split_strands(model: Any, way: tuple[str, int] | None) -> tuple[Any, Any]:
     """The strands of a model with all its attention split in one way, and the sites."""
     from decompose_world import batches
 
-    from interlace.decompose.query_split import find_attention, rewrite_attention
+    from interlace.decompose.rewrite.query_split import find_attention, rewrite_attention
     from interlace.graphs.trace import trace_chunk
     from interlace.parallel.tensor import loss_context
     from interlace.runtime.strands import share
@@ -203,21 +203,21 @@ def facts_of(strands: Any) -> dict[str, Any]:
 
 def plans(strands: Any, ranks: int) -> dict[str, Any]:
     """Two strands in a planned order and in random ones."""
-    from interlace.cost.analytic import MachineModel, analytic_costs
-    from interlace.ir.phases import PHASES, phase_graphs
-    from interlace.ir.plan import PhasePlan, Plan
+    from interlace.hardware.computed_costs import MachineModel, analytic_costs
+    from interlace.ir.plan import PhasePlan
     from interlace.search.planner import make_plan
     from orders import random_order
+    from phases import plan_by
 
     machine = MachineModel(
         flops_per_s=1e10, bytes_per_s=1e10, link_bits_per_s=1e9, link_latency_ns=10_000
     )
     costs = analytic_costs(strands.op_graphs, machine, {"tp": ranks})
     found = {"list": make_plan(strands.op_graphs, costs, "list")}
-    for seed, ahead in ((1, 0), (2, 30)):
-        of_phase = phase_graphs(strands.op_graphs, ahead)
-        phases = {name: PhasePlan(random_order(of_phase[name], seed), 0, 0) for name in PHASES}
-        found[f"random {seed}"] = Plan("random", strands.digest, "-", phases, ahead)
+    for seed, head in ((1, 0), (2, 30)):
+        found[f"random {seed}"] = plan_by(
+            strands.op_graphs, lambda graph, s=seed: PhasePlan(random_order(graph, s), 0, 0), head
+        )
     return found
 
 
@@ -247,7 +247,7 @@ def reasons() -> dict[str, list[str]]:
     """Why attention that is not PyTorch's causal one is not split."""
     from decompose_world import batches, build_llama
 
-    from interlace.decompose.query_split import find_attention
+    from interlace.decompose.rewrite.query_split import find_attention
     from interlace.graphs.torch_private import init_fake_world
     from interlace.graphs.trace import trace_chunk
     from interlace.parallel.tensor import loss_context

@@ -32,8 +32,8 @@ from interlace.decompose import (
     scatter_gradient,
     ulysses_attention,
 )
-from interlace.decompose.forms import gather_slices
-from interlace.decompose.ring import VARIANTS, Order
+from interlace.decompose.functions.loops import gather_slices
+from interlace.decompose.order import VARIANTS, Order
 from interlace.errors import InputError
 
 BFLOAT16_U = torch.finfo(torch.bfloat16).eps / 2

@@ -83,7 +83,7 @@ def bit_differences(ranks: int) -> dict[str, list[str]]:
     """Names whose bits are not those of one strand, for two strands in several plans."""
     from decompose_world import asked, build_llama
 
-    from interlace.cost.analytic import MachineModel, analytic_costs
+    from interlace.hardware.computed_costs import MachineModel, analytic_costs
     from interlace.search.planner import make_plan
 
     model = build_llama(torch.float32, ranks, layers=1)
@@ -106,16 +106,13 @@ def bit_differences(ranks: int) -> dict[str, list[str]]:
 
 def random_plan(strands: Any, seed: int) -> Any:
     """A valid order of both strands that no search would make, with a head that runs ahead."""
-    from interlace.ir.phases import PHASES, phase_graphs
-    from interlace.ir.plan import PhasePlan, Plan
+    from interlace.ir.plan import PhasePlan
     from orders import depth_first_order, random_order
+    from phases import plan_by
 
-    graphs, draw = strands.op_graphs, random.Random(seed)
-    ahead = draw.choice((0, 7, 20, 40))
+    head = random.Random(seed).choice((0, 7, 20, 40))
     make = random_order if seed % 2 else depth_first_order
-    of_phase = phase_graphs(graphs, ahead)
-    phases = {name: PhasePlan(make(of_phase[name], seed), 0, 0) for name in PHASES}
-    return Plan("random", strands.digest, "-", phases, ahead)
+    return plan_by(strands.op_graphs, lambda graph: PhasePlan(make(graph, seed), 0, 0), head)
 
 
 @pytest.fixture(scope="module")

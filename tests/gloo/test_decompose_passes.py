@@ -10,15 +10,16 @@ import torch
 from decompose_world import Model, asked, build_llama, imagined_llama
 from processes import run_ranks
 
-from interlace.decompose.apply import Decompose
 from interlace.decompose.choose import Request, SiteTimes, SliceTimes, Way
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.decompose.sites import Site
 from interlace.errors import InputError
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import Kind, OpGraph
 from interlace.ir.plan import Plan
-from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
+from interlace.runtime.candidates import Candidates, choose_passes, trace_candidates
+from interlace.schedules.finder import find
 from interlace.search.limits import MemoryLimits
 
 NO_LIMITS = MemoryLimits()
@@ -37,14 +38,14 @@ def child(rank_count: int, times: str) -> dict[str, Any]:
     from decompose_world import batches, furthest
     from test_decompose_pass import random_plan
 
-    from interlace.runtime.profile import profile_strands
+    from interlace.measure.start_up import profile_strands
     from interlace.runtime.recorder import Recorder, clock_for
 
     model = build_llama(torch.float64, rank_count)
     decompose = asked("ring")
     if times == "long sends":
         decompose = Decompose(request=Request(variant="auto", pieces=1), times=long_sends)
-    found = trace_candidates(model.strands, decompose, "ends", strands=2)
+    found = trace_candidates(model.strands, decompose, "ends", schedule=find("two_strand"))
     plain, ends = found.plain, found.ends
     assert plain is not None
     assert ends is not None
@@ -112,7 +113,9 @@ model = pytest.fixture(imagined_llama, scope="module")
 @pytest.fixture(scope="module")
 def auto(model: Model) -> Candidates:
     """Candidates of `decompose = "auto"`, where every site gains alone."""
-    return trace_candidates(model.strands, asked("auto", 0), "auto", strands=2, plain=True)
+    return trace_candidates(
+        model.strands, asked("auto", 0), "auto", schedule=find("two_strand"), plain=True
+    )
 
 
 def costs_of(graph: OpGraph, *, matmul_ns: float, transfer_ns: int) -> CostTable:
@@ -162,7 +165,9 @@ def test_what_can_be_chosen(
     model: Model, decompose: Decompose | None, passes: Any, strands: int, chosen: str
 ) -> None:
     """A named variant runs everywhere unless told otherwise, as does one strand."""
-    found = trace_candidates(model.strands, decompose, passes, strands=strands)
+    found = trace_candidates(
+        model.strands, decompose, passes, schedule=find(("one_strand", "two_strand")[strands - 1])
+    )
     assert found.whole is getattr(found, chosen)
 
 
@@ -183,9 +188,9 @@ def test_ends_that_do_not_fit_are_refused(model: Model) -> None:
         return strands if decompose else replace(strands, saved=strands.saved[:-1])
 
     with pytest.raises(InputError, match="other values are kept") as error:
-        trace_candidates(trace, asked("ring"), "ends", strands=2)
+        trace_candidates(trace, asked("ring"), "ends", schedule=find("two_strand"))
     assert "all" in error.value.hint
-    found = trace_candidates(trace, asked("auto", 0), "auto", strands=2)
+    found = trace_candidates(trace, asked("auto", 0), "auto", schedule=find("two_strand"))
     assert found.ends is None
     assert found.all.listing is not None
     said = found.all.listing.summary()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from processes import gloo_group, run_ranks
 from torch import Tensor
 
-from interlace.decompose.sliced_matmul import sliced_gather_matmul, sliced_matmul_scatter
+from interlace.decompose.functions.sliced_matmul import sliced_gather_matmul, sliced_matmul_scatter
 from interlace.errors import InputError
 
 RANKS = 4
@@ -117,8 +117,8 @@ def graphs() -> dict[str, Any]:
     """How far sliced graphs are from plain ones; what is refused; collectives of sliced graphs."""
     from decompose_world import asked, batches, build_llama, furthest
 
-    from interlace.decompose.find import find_sites
-    from interlace.decompose.slicing import slice_site
+    from interlace.decompose.rewrite.find import find_sites
+    from interlace.decompose.rewrite.slicing import slice_site
     from interlace.graphs.trace import trace_chunk
     from interlace.parallel.tensor import loss_context
 

@@ -14,11 +14,11 @@ from torch.distributed.tensor.parallel import (
 import interlace
 from interlace.config import ParallelConfig
 from interlace.errors import InputError
-from interlace.graphs.dropout import fix_dropout, no_dropout, seeds_for, takes_seeds
+from interlace.graphs.dropout import fix_dropout, no_dropout, seeds_for
 from interlace.graphs.recompute import RecomputePolicy
 from interlace.graphs.trace import trace_chunk
+from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import build_meshes
-from interlace.runtime.executor import local
 from interlace.runtime.strands import build_strands
 
 OP = torch.ops.interlace.dropout
@@ -161,7 +161,7 @@ def run(ranks: int, mode: str, seeds: Tensor) -> tuple[Tensor, dict[str, Tensor]
         meshes.axis_of_group,
         recompute=RecomputePolicy(mode=mode),  # type: ignore[arg-type]
     )
-    assert takes_seeds(strands.graphs["forward"])
+    assert strands.takes_seeds
     parameters = {("parameter", n): local(p) for n, p in model.named_parameters()}
     sums = {("gradient", n): torch.zeros_like(local(p)) for n, p in model.named_parameters()}
     executor = strands.executor(strands.sequential, parameters | sums)

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from interlace.runtime import heartbeat
-from interlace.runtime.heartbeat import Ring, Verdict
-from interlace.runtime.identity import ProcessIdentity, ProcessView
-from interlace.runtime.silence import Limits
+from interlace.ranks import heartbeat
+from interlace.ranks.heartbeat import Ring, Verdict
+from interlace.ranks.identity import ProcessIdentity, ProcessView
+from interlace.ranks.silence import Limits
 
 pytestmark = pytest.mark.gloo
 HERE = ProcessIdentity.of_this_process(0)

@@ -106,7 +106,7 @@ def interlaced_run(folder: str, strands: int) -> tuple[list[float], dict[str, to
         seen += [bits(p.grad) for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    assert ("pair" in step.plan.phases) == (strands == 2)
+    assert step.plan.schedule == ("one_strand", "two_strand")[strands - 1]
     return losses, first, " ".join(seen + [bits(p) for p in model.parameters()])
 
 

@@ -13,7 +13,7 @@ from processes import gloo_group, run_ranks, start_ranks
 from torch import Tensor
 
 from interlace.graphs import collectives
-from interlace.graphs.messages import Messages
+from interlace.graphs.gloo_messages import Messages
 
 RANKS = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int8)

@@ -19,9 +19,9 @@ from training import LIMIT_S, Workplace, send
 from interlace.ir import store
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import Kind, Operator
-from interlace.runtime.operands import CollectiveCall
-from interlace.runtime.pairs import measure_lanes, time_transfer
-from interlace.runtime.profile import open_profiler, profile_strands
+from interlace.measure.operands import CollectiveCall
+from interlace.measure.pairs import measure_lanes, time_transfer
+from interlace.measure.start_up import open_profiler, profile_strands
 from interlace.runtime.recorder import HostClock
 
 

@@ -20,7 +20,7 @@ from interlace.graphs import collectives
 from interlace.graphs.collectives import Pending, wait
 from interlace.graphs.lower import Lowered
 from interlace.ir.graph import Kind, Operator, OpGraph
-from interlace.runtime import stopwatch
+from interlace.measure import stopwatch
 from interlace.runtime.recorder import Clock, CudaClock, HostClock, Recorder
 
 

@@ -15,7 +15,7 @@ from interlace.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from interlace.errors import InputError
 from interlace.graphs.accumulate import accumulate_gradients
 from interlace.graphs.blocks import Stack, find_stack, shallow
-from interlace.graphs.export import export, output_storages
+from interlace.graphs.op_graphs import export, output_storages
 from interlace.graphs.recompute import RecomputePolicy
 from interlace.graphs.repeat import trace_repeated
 from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
@@ -26,7 +26,7 @@ from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.strands import build_strands
-from interlace.train.build import build_module
+from interlace.train.built_model import build_module
 
 SEQUENCE = 16
 TRACED = 5

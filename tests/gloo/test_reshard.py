@@ -86,7 +86,7 @@ def random_case(draw: random.Random, meshes, world: int):
 
 def random_topology(draw: random.Random, world: int):
     """Pretends that the ranks are on several hosts; None where nothing is pretended."""
-    from interlace.reshard.planning.topology import Topology
+    from interlace.hardware.topology import Topology
 
     per_host = draw.choice((0, 1, 2, 4))
     if not per_host:
@@ -211,9 +211,9 @@ def ways_to_call() -> dict[str, Any]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     import interlace
-    from interlace.ir.cluster import load_cluster
+    from interlace.hardware.cluster import load_cluster
+    from interlace.ranks.watchdog import Watchdog
     from interlace.reshard import Settings
-    from interlace.runtime.watchdog import Watchdog
 
     with gloo_group(60) as store:
         rank = dist.get_rank()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from processes import RankResult, Ranks, gloo_group, run_ranks, start_ranks
 
-from interlace.runtime.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE
+from interlace.ranks.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE
 
 pytestmark = pytest.mark.gloo
 SURVIVORS_END_WITHIN_S = 5.0

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from processes import gloo_group, run_ranks, start_ranks
 
 from interlace.errors import PeerError
-from interlace.runtime.watchdog import PEER_EXIT_CODE
+from interlace.ranks.watchdog import PEER_EXIT_CODE
 
 pytestmark = pytest.mark.gloo
 WORLD = 3

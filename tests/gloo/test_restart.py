@@ -15,7 +15,7 @@ from processes import Ranks, free_port, run_ranks, start_ranks
 from training import Workplace
 
 from interlace.errors import RunError
-from interlace.runtime.attempt import meet
+from interlace.ranks.attempt import meet
 
 pytestmark = pytest.mark.gloo
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from processes import gloo_group, start_ranks
 
-from interlace.runtime.signals import StopFlag, agreed
+from interlace.ranks.signals import StopFlag, agreed
 
 pytestmark = pytest.mark.gloo
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from interlace.config import WatchdogConfig
-from interlace.runtime.identity import ProcessView, Sight
-from interlace.runtime.silence import Silence
-from interlace.runtime.supervise import Fault, Supervisor
+from interlace.ranks.identity import ProcessView, Sight
+from interlace.ranks.silence import Silence
+from interlace.ranks.supervise import Fault, Supervisor
 
 pytestmark = [
     pytest.mark.gloo,

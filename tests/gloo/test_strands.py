@@ -13,10 +13,11 @@ from processes import gloo_group, run_ranks
 from strand_world import OPTIMIZER, Case, World, differences, open_world, train
 from torch import Tensor
 
-from interlace.runtime.executor import local
+from interlace.parallel.local_parts import local
 from interlace.train.engines import Engine
 from interlace.train.optimizer import build_optimizer
 from interlace.train.weights import clip_gradients
+from phases import both
 
 RANDOM_PLANS = 5
 # 4 layers of width 512 is the size of the promise; a short sequence keeps it quick.
@@ -43,7 +44,7 @@ def bit_facts(world: World, steps: int, random_plans: int) -> dict[str, Any]:
         different[f"random plan {seed}"] = differences(one[:2], train(world, engine, 2))
     pair = [
         node.meta["strand"]
-        for node in planned.executor.lowered["pair"].module.graph.nodes
+        for node in planned.executor.lowered[both(planned.executor.lowered)].module.graph.nodes
         if node.op == "call_function"
     ]
     return {

@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.ir.graph import COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Timeline, overlaps
-from interlace.runtime.executor import StepRun, local
+from interlace.parallel.local_parts import local
+from interlace.runtime.executor import StepRun
 from interlace.train.engines import StrandEngine
+from phases import both
 
 CASE = Case(heads=4, kv_heads=2)
 
@@ -65,13 +67,13 @@ def deaths_of_saved_values(engine: StrandEngine) -> list[int]:
     executor, batch = engine.executor, CASE.batches(0)[0]
     with torch.no_grad():
         run = StepRun(executor, [batch], None)
-        run.phase("forward", forward=1)
+        run.run(executor.lowered["forward"], {"forward": 1})
         constants = {id(value) for value in executor._constants.values()}
-        watched = [t for t in run.saved.values() if id(t) not in constants and t is not batch[0]]
+        watched = [t for t in run.handed.values() if id(t) not in constants and t is not batch[0]]
         mode = AliveAtEachOperator([t for t in watched if t is not batch[1]])
         del watched
         with mode:
-            run.phase("backward", backward=1)
+            run.run(executor.lowered["backward"], {"backward": 1})
     return mode.counts
 
 
@@ -226,7 +228,7 @@ def test_a_recorded_step_has_the_same_bits_and_a_sound_timeline() -> None:
 def without_one_accumulation(world: World) -> tuple[StrandEngine, str]:
     """Two strands that forget to add one gradient; and the name of its parameter."""
     engine = world.planned()
-    lowered = engine.executor.lowered["pair"]
+    lowered = engine.executor.lowered[both(engine.executor.lowered)]
     graph = lowered.module.graph
     node = next(n for n in graph.nodes if n.target == torch.ops.aten.addmm_.default)
     place = list(graph.find_nodes(op="placeholder")).index(node.args[0])

@@ -27,7 +27,7 @@ def live(point: str, act: str) -> None:
     import torch.distributed as dist
 
     from interlace.config import RunConfig, WatchdogConfig
-    from interlace.runtime.heartbeat import Ring
+    from interlace.ranks.heartbeat import Ring
     from interlace.train import session
 
     acts: dict[str, Callable[[], None]] = {
@@ -122,7 +122,7 @@ def work_with_the_lock_held() -> None:
     """A child: rank 1 holds the interpreter lock, and works, for three times `dead_after_s`."""
     from processes import gloo_group
 
-    from interlace.runtime.watchdog import Watchdog
+    from interlace.ranks.watchdog import Watchdog
 
     rank = int(os.environ["RANK"])
     with (
@@ -147,7 +147,7 @@ def run_out_of_descriptors() -> None:
     """A child: no file can be opened any more; rank 1 says when that was so for long."""
     from processes import gloo_group
 
-    from interlace.runtime.watchdog import Watchdog
+    from interlace.ranks.watchdog import Watchdog
 
     rank = int(os.environ["RANK"])
     with (

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from checkpoint_runs import Runs
 
-from interlace.train.checkpoint_export import sound_manifest
-from interlace.train.claims import LOCK, read_owner
+from interlace.checkpoint.to_hugging_face import sound_manifest
+from interlace.claims import LOCK, read_owner
 
 pytestmark = pytest.mark.gloo
 

@@ -18,7 +18,7 @@ from processes import RankResult, Ranks, child_environment, gloo_group, start_ra
 
 from interlace.config import WatchdogConfig
 from interlace.errors import InputError
-from interlace.runtime.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE, Watchdog
+from interlace.ranks.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE, Watchdog
 
 pytestmark = pytest.mark.gloo
 SURVIVORS_END_WITHIN_S = 5.0

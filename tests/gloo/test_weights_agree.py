@@ -16,7 +16,7 @@ from training import Workplace
 from interlace.cli.run_file import load_run_config
 from interlace.errors import PeerError, RunError
 from interlace.models.hugging_face_files import folder_digest
-from interlace.runtime.executor import local
+from interlace.parallel.local_parts import local
 
 pytestmark = pytest.mark.gloo
 ODD = 1

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from interlace.bench.imagined import Case, measure
 from interlace.graphs import collectives
 from interlace.graphs.torch_private import compile_elementwise
-from interlace.ir.cluster import load_cluster
+from interlace.hardware.cluster import load_cluster
 from interlace.ir.graph import Kind
-from interlace.lab.imagined import ImaginedWorld, imagined_world
+from interlace.lab.imagined_world import ImaginedWorld, imagined_world
 
 RANKS = 8
 

@@ -25,7 +25,7 @@ from interlace.config import (
     TrainConfig,
 )
 from interlace.graphs import collectives
-from interlace.runtime.agreement import check_agreement, environment_fields
+from interlace.ranks.agree import check_agreement, environment_fields
 from interlace.runtime.executor import Batch
 from interlace.runtime.recorder import CudaClock, Recorder, clock_for
 from interlace.train.engines import StrandEngine

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from interlace.config import ModelConfig, ParallelConfig, RunConfig
 from interlace.graphs import collectives
 from interlace.graphs.wide_sums import ADD_WIDE, wide_sums
+from interlace.measure.start_up import profile_strands
 from interlace.models import model_file
 from interlace.models.loss import NextTokenLoss
 from interlace.parallel.meshes import build_meshes
-from interlace.runtime.device import nondeterminism
-from interlace.runtime.profile import profile_strands
+from interlace.ranks.determinism import nondeterminism
 from interlace.runtime.recorder import CudaClock, Recorder
 from interlace.runtime.strands import build_strands
 from interlace.search.planner import make_plan

@@ -15,9 +15,9 @@ from processes import run_ranks
 
 from interlace.errors import InputError, RunError
 from interlace.graphs import collectives
-from interlace.ir.cluster import load_cluster
+from interlace.hardware.cluster import load_cluster
 from interlace.ir.graph import Kind
-from interlace.lab.imagined import ImaginedWorld, imagined_world
+from interlace.lab.imagined_world import ImaginedWorld, imagined_world
 
 RANKS = 4
 SLOWER = 500.0  # an a800 collective of some kilobytes takes 18.6 us: here 9.3 ms

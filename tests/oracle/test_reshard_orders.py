@@ -13,8 +13,10 @@ from reshard_worlds import one_to_many, paper_case
 
 from interlace.errors import InputError
 from interlace.reshard.planning.bounds import least_load
+from interlace.reshard.planning.depth_first import search
+from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.exact import exact, paper_bound_ns
-from interlace.reshard.planning.links import Links
+from interlace.reshard.planning.make_plan import make_plan
 from interlace.reshard.planning.ordering import (
     HostTask,
     host_tasks,
@@ -22,9 +24,7 @@ from interlace.reshard.planning.ordering import (
     naive,
     paper_makespan,
 )
-from interlace.reshard.planning.planner import make_plan
 from interlace.reshard.planning.random_greedy import random_greedy
-from interlace.reshard.planning.search import search
 from interlace.reshard.planning.tasks import make_bundles, make_tasks
 
 # Seconds: lower bound, naive, load balance, random greedy, search, send/recv.

@@ -5,9 +5,9 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
+from interlace.hardware.topology import Topology
 from interlace.reshard.planning.layout import Layout
-from interlace.reshard.planning.plan import Plan, TensorSpec, sub_boxes
-from interlace.reshard.planning.topology import Topology
+from interlace.reshard.planning.transfer_plan import Plan, TensorSpec, sub_boxes
 
 # Case: (source hosts x devices, mesh axes per tensor dimension, the same of the destination).
 PAPER = {

@@ -3,8 +3,8 @@
 import pytest
 from test_ir_graph import operator
 
-from interlace.cost.analytic import MachineModel, analytic_costs
 from interlace.errors import InputError
+from interlace.hardware.computed_costs import MachineModel, analytic_costs
 from interlace.ir.graph import Kind, OpGraph
 
 MACHINE = {

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from interlace.errors import InputError
-from interlace.train import claims
-from interlace.train.claims import (
+from interlace import claims
+from interlace.claims import (
     LOCK,
     Claim,
     ClaimLost,
@@ -23,11 +22,12 @@ from interlace.train.claims import (
     read_owner,
     refuse_in_live_run,
 )
+from interlace.errors import InputError
 
 OTHER = """
 import sys, time
 from pathlib import Path
-from interlace.train.claims import Claim
+from interlace.claims import Claim
 claim = Claim(Path(sys.argv[1]), "output.directory", "theirs").take()
 claim.begin()
 print(claim.epoch, flush=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from interlace.errors import InputError
-from interlace.ir.cluster import Cluster, cluster_files, load_cluster
+from interlace.hardware.cluster import Cluster, cluster_files, load_cluster
 from interlace.ir.graph import Kind
 
 HOST = tuple(range(8))

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_ir_graph import CHAIN, operator
 
-from interlace.cost.slowdown import compute_factor, shared_links, transfer_factor
 from interlace.errors import InputError
 from interlace.ir.costs import (
     CostTable,
@@ -15,10 +14,13 @@ from interlace.ir.costs import (
     OperatorCost,
     PairCost,
     Together,
+    compute_factor,
     cost_of,
+    fit_line,
     overlap_effectiveness,
+    shared_links,
+    transfer_factor,
 )
-from interlace.ir.fits import fit_line
 from interlace.ir.graph import Kind, OpGraph
 
 TIMES = {"a": 100, "b": 200, "c": 300}

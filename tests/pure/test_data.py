@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.config import DataConfig
-from interlace.errors import InputError, RunError
-from interlace.train.data import Dataset, find_files, held_out_mask, open_dataset
-from interlace.train.tokens import (
+from interlace.data.batches import Dataset, find_files, held_out_mask, open_dataset
+from interlace.data.tokens import (
     HEADER_BYTES,
     ByteTokenizer,
     Corpus,
@@ -23,6 +22,7 @@ from interlace.train.tokens import (
     open_tokenizer,
     open_tokens,
 )
+from interlace.errors import InputError, RunError
 
 TEXT = "".join(f"line {number}: some words, a caf\u00e9 and \U0001f600\n" for number in range(400))
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.config import DataConfig
+from interlace.data.batches import Dataset, open_dataset
+from interlace.data.documents import CHUNK_TOKENS, open_ids, read_texts
+from interlace.data.tokens import Corpus, TokenFile, open_tokenizer, open_tokens
 from interlace.errors import InputError
-from interlace.train.data import Dataset, open_dataset
-from interlace.train.documents import CHUNK_TOKENS, open_ids, read_texts
-from interlace.train.tokens import Corpus, TokenFile, open_tokenizer, open_tokens
 
 WORDS = [f"document {number}: caf\u00e9 \U0001f600" for number in range(60)]
 IDS = np.arange(5000) * 7 % 911

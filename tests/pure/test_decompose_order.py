@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.decompose.ring import VARIANTS, Hop, Order, cut
+from interlace.decompose.order import VARIANTS, Hop, Order, cut
 
 
 @st.composite

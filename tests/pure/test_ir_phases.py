@@ -7,13 +7,14 @@ from test_sim import graph
 
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import GraphInput, Kind, Operator, OpGraph
-from interlace.ir.phases import PHASES, derived_orders, phase_graphs
-from interlace.ir.plan import PhasePlan, Plan, check, sequential
+from interlace.ir.plan import PhasePlan, Plan, check, without_heads
+from interlace.schedules.finder import sequential, validate
 from interlace.search.memory import peak_bytes
 from interlace.search.planner import SEARCHES, plan_phase
 from interlace.search.problem import Problem
+from interlace.sim.lanes import simulate
 from interlace.sim.step import simulate_step
-from interlace.sim.strands import simulate
+from phases import both, phase_graphs, plan_by
 from strategies import op_graphs, orders_of
 
 
@@ -28,10 +29,9 @@ def steps(draw: st.DrawFn) -> tuple[Plan, dict[str, OpGraph], int]:
     of the step may have graphs of their own."""
     ends = ("first", "final") if draw(st.booleans()) else ()
     strands = {name: draw(op_graphs(name=name)) for name in ("forward", "backward", *ends)}
-    ahead = draw(st.integers(0, len(strands["forward"].operators)))
-    of_phase = phase_graphs(strands, ahead=ahead)
-    phases = {name: PhasePlan(draw(orders_of(of_phase[name])), 0, 0) for name in PHASES}
-    return Plan("random", "g", "c", phases, ahead), strands, draw(st.integers(2, 5))
+    head = draw(st.integers(0, len(strands["forward"].operators)))
+    plan = plan_by(strands, lambda graph: PhasePlan(draw(orders_of(graph)), 0, 0), head)
+    return plan, strands, draw(st.integers(2, 5))
 
 
 @given(case=steps())
@@ -66,17 +66,18 @@ def _passes(strands: dict[str, OpGraph], count: int) -> dict[tuple[str, int], Op
 
 @given(case=steps())
 def test_phases_cover_both_graphs(case: tuple[Plan, dict[str, OpGraph], int]) -> None:
-    """Head and rest are disjoint, together the forward graph; `last` is `pair` without the head."""
+    """Head and rest are disjoint, together the forward graph; the last phase of two strands runs
+    as the others do, without the head."""
     plan, strands, _ = case
-    graphs = phase_graphs(strands, ahead=plan.ahead)
-    plan.validate(strands, where="plan")
-    names = [name.partition(".") for name in graphs["pair"].order]
+    graphs = phase_graphs(strands, plan.head)
+    validate(plan, strands, where="plan")
+    name = both(graphs)
+    names = [name.partition(".") for name in graphs[name].order]
     assert sorted(name for part, _, name in names if part != "backward") == sorted(
         strands["forward"].order
     )
-    assert sorted(
-        derived_orders({"pair": graphs["pair"].order}).get("last", graphs["pair"].order)
-    ) == sorted(graphs["last"].order)
+    last = without_heads(name)
+    assert sorted(plan.needed(last).order) == sorted(graphs[last].order)
 
 
 @given(case=steps())
@@ -100,11 +101,12 @@ def test_values_of_a_head_are_counted_in_both_phases() -> None:
     )
     backward = OpGraph("backward", (), (GraphInput("c", "saved", 0),), ())
     graphs = phase_graphs({"forward": forward, "backward": backward}, 2)
-    assert graphs["forward"].outputs == ("next.a", "next.g")
-    carried = [i for i in graphs["last"].inputs if i.role == "saved" and i.bytes]
+    assert graphs["forward+next"].outputs == ("next.a", "next.g")
+    last = graphs["rest+backward"]
+    carried = [i for i in last.inputs if i.role == "saved" and i.bytes]
     assert [(i.id, i.bytes) for i in carried] == [("forward.a", 200), ("forward.g", 200)]
-    assert peak_bytes(graphs["last"], graphs["last"].order) == 600
-    assert graphs["last"].by_id["forward.b"].inputs == ()
+    assert peak_bytes(last, last.order) == 600
+    assert last.by_id["forward.b"].inputs == ()
 
 
 def test_a_head_waits_for_the_weights_that_are_gathered_before_the_step() -> None:
@@ -131,7 +133,7 @@ def test_a_head_waits_for_the_weights_that_are_gathered_before_the_step() -> Non
         "forward": OpGraph("forward", tuple(layers), given, ()),
         "backward": OpGraph("backward", tuple(layers), given, ()),
     }
-    graph = phase_graphs(strands, 2)["forward"]
+    graph = phase_graphs(strands, 2)["gather+forward+next"]
     solo_ns = table(strands, 1000).of(graph)
     for search in SEARCHES:
         check(plan_phase(Problem(graph, solo_ns), search).order, graph, search)

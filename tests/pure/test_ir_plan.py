@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,8 @@ from test_ir_graph import CHAIN
 
 from interlace.errors import InputError
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import PHASES, phase_graphs
 from interlace.ir.plan import PhasePlan, Plan, check, from_text, read, to_text
+from phases import both, plan_by, planned_graphs
 from strategies import op_graphs, orders_of
 
 TIMES = st.integers(0, 2**50)
@@ -21,22 +22,21 @@ TIMES = st.integers(0, 2**50)
 def plans(draw: st.DrawFn) -> tuple[Plan, dict[str, OpGraph]]:
     """A plan in random orders and its graphs."""
     forward, backward = (draw(op_graphs(name=name)) for name in ("forward", "backward"))
-    ahead = draw(st.integers(0, len(forward.operators)))
+    head = draw(st.integers(0, len(forward.operators)))
     strands = {"forward": forward, "backward": backward}
-    graphs = phase_graphs(strands, ahead)
-    phases = {}
-    for name in PHASES:
-        order = draw(orders_of(graphs[name]))
+
+    def planned(graph: OpGraph) -> PhasePlan:
+        order = draw(orders_of(graph))
         barriers = tuple(op for op in order if draw(st.booleans()))
-        phases[name] = PhasePlan(order, draw(TIMES), draw(TIMES), barriers)
-    return Plan("list", graphs["pair"].digest, "0123456789abcdef", phases, ahead), strands
+        return PhasePlan(order, draw(TIMES), draw(TIMES), barriers)
+
+    return plan_by(strands, planned, head), strands
 
 
 def example() -> tuple[Plan, dict[str, OpGraph]]:
     strands = {"forward": CHAIN, "backward": replace(CHAIN, name="backward")}
-    graphs = phase_graphs(strands, ahead=0)
-    phases = {name: PhasePlan(graphs[name].order, 30, 10) for name in PHASES}
-    return Plan("list", graphs["pair"].digest, "0123456789abcdef", phases), strands
+    plan = plan_by(strands, lambda graph: PhasePlan(graph.order, 30, 10))
+    return replace(plan, search="list"), strands
 
 
 @given(case=plans())
@@ -53,7 +53,7 @@ def test_a_plan_has_a_column_per_lane() -> None:
     """People read it: collectives stand in the column of their link."""
     plan, strands = example()
     lines = to_text(plan, strands).splitlines()
-    assert lines[0] == "interlace plan 2"
+    assert lines[0] == "interlace plan 3"
     assert lines[3:8] == [
         "phase forward  operators 3  predicted_ns 30  exposed_ns 10",
         f"  {'compute':<44} | tp",
@@ -86,8 +86,9 @@ def test_every_broken_order_is_noticed(
 ) -> None:
     """Any operator dropped, doubled, or moved before something that it needs."""
     plan, strands = case
-    graph = phase_graphs(strands, ahead=plan.ahead)["pair"]
-    order = plan.phases["pair"].order
+    name = both(plan.phases)
+    graph = planned_graphs(strands, plan.head)[name]
+    order = plan.phases[name].order
     place = data.draw(st.integers(0, len(order) - 1))
     broken = [
         (*order[:place], *order[place + 1 :]),
@@ -120,19 +121,21 @@ LAST = "phase backward  operators 3  predicted_ns 30  exposed_ns 10"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "p.txt: line 1 is not 'interlace plan 2'"),
-        ("interlace plan 1\n", "line 1 is not"),
-        ("interlace plan 2\n", "line 2 must give search, graph, costs and ahead"),
+        ("", "p.txt: line 1 is not 'interlace plan 3'"),
+        ("interlace plan 2\n", "line 1 is not"),
+        ("interlace plan 3\n", "line 2 must give search, graph, costs, schedule and head"),
         (edited("search list  ", ""), "line 2 must give"),
         (edited("operators 3", "operators 4"), "'forward' announces 4 operators and lists 3"),
         (edited("operators 3", "operators three"), "line 4"),
-        (edited("phase forward", "phase sideways"), "line 4: phase 'sideways' is not one of"),
+        (
+            edited("phase forward", "phase sideways"),
+            "line 4: phase 'sideways': 'sideways' is not the name of a strand",
+        ),
         (edited(LAST, LAST.replace("backward", "forward")), "phase 'forward' comes twice"),
-        (example_text().partition(LAST)[0], "phase 'backward' is missing"),
         (edited("\nphase forward", "\n  a\nphase forward"), "line 4 comes before any phase"),
         (edited("  a ", "  a b "), "line 6 must name one operator"),
         (edited("| b", "| b | c"), "line 7 must name one operator"),
-        (edited("ahead 0", "ahead some"), "line 2 must give"),
+        (edited("head 0", "head some"), "line 2 must give"),
         (edited("  a ", "  -- barrier --\n  a "), "line 6: a barrier before any operator"),
     ],
 )
@@ -155,13 +158,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ahead": 4}, "plan.txt: ahead 4 is not between 0 and the 3 operators"),
-        ({"ahead": 1}, "plan.txt, phase 'forward', operator 1: 'a' is not in the graph"),
+        ({"head": 4}, "plan.txt: head 4 is not between 0 and the 3 operators"),
+        ({"head": 2}, "plan.txt, phase 'forward+next': operator 'next.b' of the graph is missing"),
+        ({"phases": {}}, "plan.txt: head 1, and no phase runs the head of a forward"),
     ],
 )
-def test_a_plan_for_other_phases_is_refused(change: dict[str, int], message: str) -> None:
-    """`ahead` and the orders must fit each other and the graphs."""
-    plan, strands = example()
+def test_a_plan_for_other_phases_is_refused(change: dict[str, Any], message: str) -> None:
+    """`head` and the orders must fit each other and the graphs."""
+    _, strands = example()
+    plan = plan_by(strands, lambda graph: PhasePlan(graph.order, 30, 10), 1)
     with pytest.raises(InputError) as caught:
         replace(plan, **change).validate(strands, where="plan.txt")
     assert message in caught.value.message
@@ -170,20 +175,24 @@ def test_a_plan_for_other_phases_is_refused(change: dict[str, int], message: str
 def test_a_barrier_stands_behind_an_operator_of_its_phase() -> None:
     """The phase and the name are given."""
     plan, strands = example()
-    pair = replace(plan.phases["pair"], barriers=("forward.a", "forward.z"))
-    wrong = replace(plan, phases=plan.phases | {"pair": pair})
-    with pytest.raises(InputError, match=r"phase 'pair': a barrier follows 'forward.z'"):
+    name = both(plan.phases)
+    pair = replace(plan.phases[name], barriers=("forward.a", "forward.z"))
+    wrong = replace(plan, phases=plan.phases | {name: pair})
+    with pytest.raises(
+        InputError, match=r"phase 'forward\+backward': a barrier follows 'forward.z'"
+    ):
         wrong.validate(strands, where="plan")
 
 
 def test_the_digest_is_about_orders_only() -> None:
     """Ranks with the same orders run the same thing, whatever they predicted."""
     plan, _ = example()
+    name = both(plan.phases)
     slower = {name: replace(phase, predicted_ns=99) for name, phase in plan.phases.items()}
     assert replace(plan, cost_digest="other", phases=slower).digest == plan.digest
     for change in ({"order": ("x", "y")}, {"barriers": ("forward.a",)}):
-        turned = plan.phases | {"pair": replace(plan.phases["pair"], **change)}
+        turned = plan.phases | {name: replace(plan.phases[name], **change)}
         assert replace(plan, phases=turned).digest != plan.digest
-    assert replace(plan, ahead=1).digest != plan.digest
+    assert replace(plan, head=1).digest != plan.digest
     backwards = dict(reversed(plan.phases.items()))
     assert replace(plan, phases=backwards).digest == plan.digest

@@ -15,15 +15,10 @@ import torch
 
 from interlace.config import ModelConfig
 from interlace.errors import InputError, RunError
-from interlace.train.metrics import (
-    MetricsWriter,
-    bits_per_byte,
-    in_bits,
-    model_flops_per_token,
-    peak_flops,
-    read_metrics,
-    step_line,
-)
+from interlace.hardware.devices import peak_flops
+from interlace.run_files import read_metrics
+from interlace.text import bits_per_byte, in_bits
+from interlace.train.metrics import MetricsWriter, model_flops_per_token, step_line
 
 
 def test_events_read_back_as_written(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_ir_store import COSTS
 
-from interlace.cost.again import MOST_TRIES, least_noisy
 from interlace.ir.costs import CostTable, LinkFit, PairCost, Together, overlap_effectiveness
 from interlace.ir.graph import Kind
 from interlace.ir.noise import noise_of, relative_spread, without_noise
-from interlace.report.costs import cost_summary
+from interlace.measure.repeats import MOST_TRIES, least_noisy
+from interlace.report.cost_tables import cost_summary
 
 QUIET = replace(COSTS, lane_pairs=(Together("dp", "tp", 5, 7, 12),))
 

@@ -15,16 +15,17 @@ from matplotlib.colors import to_rgb
 
 from interlace.ir.costs import CostTable, PairCost, cost_of
 from interlace.ir.graph import COMPUTE_LANE, GraphInput, Kind, Operator, OpGraph
-from interlace.ir.phases import PHASES, phase_graphs
-from interlace.ir.plan import PhasePlan, Plan, sequential
+from interlace.ir.plan import PhasePlan, Plan
 from interlace.report.plan_figures import Comparison, compare_searches, plan_figures
 from interlace.report.plan_json import plan_json
 from interlace.report.plan_picture import WIDTH_IN, plan_png, window_ns
 from interlace.report.plan_tables import plan_summary
 from interlace.report.theme import LIGHT
+from interlace.schedules.finder import sequential
 from interlace.search.limits import MemoryLimits
 from interlace.search.step_bounds import step_bound_ns
 from interlace.sim.step import simulate_step
+from phases import both, plan_by
 from strategies import op_graphs, orders_of
 
 MS = 1_000_000
@@ -87,11 +88,12 @@ def test_figures_of_the_documented_example() -> None:
     order = tuple(f"{name}_0" for name in order.split())
     phases = {
         "forward": PhasePlan(graphs["forward"].order, 0, 0),
-        "pair": PhasePlan(order, 0, 0),
+        "forward+backward": PhasePlan(order, 0, 0),
         "backward": PhasePlan(graphs["backward"].order, 0, 0),
     }
-    figures = plan_figures(Plan("hand", "g", "c", phases), graphs, costs=costs, micro_batches=3)
-    pair = figures.phases["pair"]
+    plan = Plan("hand", "g", "c", "two_strand", phases)
+    figures = plan_figures(plan, graphs, costs=costs, micro_batches=3)
+    pair = figures.phases["forward+backward"]
     assert (pair.predicted_ns, pair.exposed_ns, pair.communication_ns) == (27 * MS, 5 * MS, 24 * MS)
     assert 25.9 * MS < pair.bound_ns <= pair.predicted_ns
     assert pair.hidden_fraction == pytest.approx(19 / 24)
@@ -120,9 +122,8 @@ def test_no_step_beats_its_bound(data: st.DataObject) -> None:
     """Whatever the graphs, orders, head and contention: no step beats the bound."""
     names = ("forward", "backward", *data.draw(st.sampled_from([(), ("first", "final")])))
     graphs = {name: data.draw(op_graphs(operators=(1, 6), name=name)) for name in names}
-    ahead = data.draw(st.integers(0, len(graphs["forward"].operators)))
-    of_phase = phase_graphs(graphs, ahead)
-    phases = {name: PhasePlan(tuple(data.draw(orders_of(of_phase[name]))), 0, 0) for name in PHASES}
+    head = data.draw(st.integers(0, len(graphs["forward"].operators)))
+    plan = plan_by(graphs, lambda graph: PhasePlan(data.draw(orders_of(graph)), 0, 0), head)
     times = st.integers(0, 1000)
     operators = {
         op.key: cost_of(op, data.draw(times)) for g in graphs.values() for op in g.operators
@@ -135,9 +136,9 @@ def test_no_step_beats_its_bound(data: st.DataObject) -> None:
         pairs=data.draw(st.sampled_from([(), (slow,)])),
         links=data.draw(st.sampled_from([{}, {"dp": "cable", "tp": "cable"}])),
     )
-    for plan in (Plan("any", "g", "c", phases, ahead), sequential(graphs)):
-        count = data.draw(st.integers(2 if plan.search == "any" else 1, 4))
-        step = simulate_step(plan, graphs, costs, count)
+    for each in (plan, sequential(graphs)):
+        count = data.draw(st.integers(2 if each.schedule == "two_strand" else 1, 4))
+        step = simulate_step(each, graphs, costs, count)
         # The simulator rounds ends to whole nanoseconds.
         assert step_bound_ns(graphs, costs=costs, micro_batches=count) <= step.length_ns + 1
 
@@ -168,8 +169,8 @@ def test_tables_hold_the_figures() -> None:
     )
     assert f"{100 * step.hidden_fraction:.1f} %" in row
     assert f"{comparison.speed_up('exact'):.2f}x" in row
-    for name in ("one strand", "list", "paper", *PHASES):
-        assert re.search(rf"^{name}  ", text, re.MULTILINE), name
+    for name in ("one strand", "list", "paper", *comparison.best.plan.phases):
+        assert re.search(rf"^{re.escape(name)}  ", text, re.MULTILINE), name
     assert "1000 B (weights 1000 B)" in text.replace(",", "")
 
 
@@ -196,13 +197,14 @@ def test_json_has_plan_figures_and_timelines() -> None:
     text = plan_json(comparison, costs={"source": "by hand"}, run={"strands": "2"})
     document = json.loads(text)
     best = comparison.best
-    assert document["version"] == 1
+    steady = both(best.plan.phases)
+    assert document["version"] == 2
     assert document["plan"]["digest"] == best.plan.digest
-    assert tuple(document["plan"]["phases"]["pair"]["order"]) == best.plan.phases["pair"].order
+    assert tuple(document["plan"]["phases"][steady]["order"]) == best.plan.phases[steady].order
     step = document["searches"]["list"]["step"]
     assert step["predicted_ns"] == best.step.predicted_ns
     assert step["gap_to_bound"] == pytest.approx(best.step.over_bound)
-    for name in PHASES:
+    for name in best.plan.phases:
         timeline = document["timelines"][name]
         assert timeline["length_ns"] == best.phases[name].predicted_ns
         busy = sum(row["busy_ns"] for row in timeline["collectives"])

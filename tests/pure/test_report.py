@@ -14,7 +14,8 @@ from run_directory import ISSUE_NS, LINK, make_comparison, make_timeline, write_
 from interlace.errors import InputError, RunError
 from interlace.ir.timeline import Timeline
 from interlace.report.build import build_report
-from interlace.report.tables import MODE_NAMES, collective_cells, milliseconds
+from interlace.report.tables import MODE_NAMES, collective_cells
+from interlace.text import milliseconds
 
 _VOID = {"meta", "img", "source", "br", "link", "hr"}
 

@@ -13,7 +13,7 @@ from interlace.ir import store
 from interlace.ir.costs import CostTable, PairCost, Together
 from interlace.ir.graph import Kind
 from interlace.report.build import build_report
-from interlace.report.costs import cost_summary
+from interlace.report.cost_tables import cost_summary
 from interlace.report.heatmap import oef_png
 from interlace.report.theme import DARK
 

@@ -5,13 +5,13 @@ Work is counted in tasks and messages, since no test depends on time.
 
 import pytest
 
+from interlace.hardware.topology import Topology
 from interlace.reshard.planning.chunking import MANY, default_chunk_bytes, messages
+from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.layout import Layout
-from interlace.reshard.planning.links import Links
-from interlace.reshard.planning.plan import TensorSpec
-from interlace.reshard.planning.planner import make_plan
+from interlace.reshard.planning.make_plan import make_plan
 from interlace.reshard.planning.tasks import make_bundles, make_tasks
-from interlace.reshard.planning.topology import Topology
+from interlace.reshard.planning.transfer_plan import TensorSpec
 
 Weights = list[tuple[str, tuple[int, ...], str]]
 

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from reshard_worlds import one_to_many, paper_case, problems, walk
 
 from interlace.errors import InputError
+from interlace.hardware.topology import Topology
+from interlace.reshard.planning.describe import describe
 from interlace.reshard.planning.layout import Layout
-from interlace.reshard.planning.plan import ORDERS, STRATEGIES, Plan, TensorSpec, sub_boxes
-from interlace.reshard.planning.planner import make_plan
+from interlace.reshard.planning.make_plan import make_plan
 from interlace.reshard.planning.simulate import simulate
-from interlace.reshard.planning.topology import Topology
+from interlace.reshard.planning.transfer_plan import ORDERS, STRATEGIES, Plan, TensorSpec, sub_boxes
 
 Problem = tuple[list[TensorSpec], Topology]
 HEURISTIC = [order for order in ORDERS if order != "exact"]
@@ -75,8 +76,9 @@ def test_processes_agree_whatever_their_hashes() -> None:
     """Processes with other hash seeds, as ranks have, make the same plan; none loads torch."""
     code = (
         "import sys; from reshard_worlds import paper_case; "
-        "from interlace.reshard.planning.planner import make_plan; "
-        "from interlace.reshard.planning.plan import ORDERS; spec, topology = paper_case(6); "
+        "from interlace.reshard.planning.make_plan import make_plan; "
+        "from interlace.reshard.planning.transfer_plan import ORDERS; "
+        "spec, topology = paper_case(6); "
         "print([make_plan([spec], topology, order=order).digest for order in ORDERS]); "
         "assert not {'torch', 'ortools'} & set(sys.modules)"
     )
@@ -207,7 +209,7 @@ def test_topologies_that_cannot_be_are_refused() -> None:
 def test_description_names_what_moves() -> None:
     """Tasks with their senders' shares, bytes per host, times."""
     spec, topology = paper_case(2)
-    text = make_plan([spec], topology).describe()
+    text = describe(make_plan([spec], topology))
     assert "2 unit tasks" in text
     assert "1.0 GiB" in text
     assert "lower bound 858.99" in text

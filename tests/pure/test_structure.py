@@ -2,8 +2,10 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
+import grimp
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "interlace"
@@ -11,6 +13,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 PRIVATE_HOME = SOURCE / "graphs" / "torch_private.py"
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 70
+ASKED_FOR_LATE = {("interlace", "interlace.api"), ("interlace", "interlace.reshard")}
+"""Public names, imported when they are first asked for."""
 
 
 def _imports(tree: ast.AST) -> list[str]:
@@ -48,3 +52,49 @@ def test_no_function_level_mutable_globals() -> None:
     for path in FILES:
         nodes = ast.walk(ast.parse(path.read_text()))
         assert not any(isinstance(node, ast.Global) for node in nodes), path
+
+
+@cache
+def _imports_of_files() -> grimp.ImportGraph:
+    return grimp.build_graph("interlace", cache_dir=None)
+
+
+def _packages() -> list[str]:
+    return sorted({file.parent.relative_to(SOURCE.parent).as_posix() for file in FILES})
+
+
+@pytest.mark.parametrize("package", _packages())
+def test_no_cycle_among_the_files_and_packages_of_a_package(package: str) -> None:
+    """A package within stands for all its files; imports for types alone count as well. So there
+    is no cycle of files either: it would be one in the innermost package that holds it."""
+    graph, name = _imports_of_files(), package.replace("/", ".")
+    depth = name.count(".") + 2
+    needs: dict[str, set[str]] = {}
+    for importer in graph.find_descendants(name):
+        for imported in graph.find_modules_directly_imported_by(importer):
+            pair = (".".join(importer.split(".")[:depth]), ".".join(imported.split(".")[:depth]))
+            ours = imported.startswith(f"{name}.") and pair[0] != pair[1]
+            if ours:
+                needs.setdefault(pair[0], set()).add(pair[1])
+                needs.setdefault(pair[1], set())
+    while free := {each for each, needed in needs.items() if not needed}:
+        needs = {each: needed - free for each, needed in needs.items() if each not in free}
+    assert not needs, f"these import each other, or what does: {needs}"
+
+
+def test_only_public_names_are_imported_from_the_top() -> None:
+    """The package itself imports what users ask for, and nothing else."""
+    found = _imports_of_files().find_modules_directly_imported_by("interlace")
+    assert {("interlace", each) for each in found} == ASKED_FOR_LATE
+
+
+@pytest.mark.parametrize("package", _packages())
+def test_a_package_lists_its_files(package: str) -> None:
+    """One line for each file and each package in it, `name.py  what it is for`, and no others."""
+    folder = SOURCE.parent / package
+    files = {file.name for file in folder.glob("*.py") if file.name != "__init__.py"}
+    packages = {f"{inner.parent.name}/" for inner in folder.glob("*/__init__.py")}
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    listed = re.findall(r"^(\w+(?:\.py|/)) {2,}\S", text, flags=re.MULTILINE)
+    assert len(listed) == len(set(listed)), "one line is enough"
+    assert set(listed) == files | packages

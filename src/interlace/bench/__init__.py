@@ -2,4 +2,25 @@
 
 A bench runs baseline and ours interleaved in one run and reports rows
 {"case", "metric", "ours", "baseline", "ratio", "spread": [min, max]}.
+
+strands.py             two strands by each search against one strand and eager, by link rate
+strand_rows.py         its rows and tables, which `zero3` shares
+zero3.py               ZeRO-3 under two strands against `fully_shard`
+graphs.py              traced graphs against eager PyTorch, with no communication at all
+checks.py              what it costs a step to check that the module is still the same
+imagined.py            two strands on one device as a rank of an imagined cluster
+decompose.py           decomposed collectives against plain ones and data slicing
+decompose_shapes.py    its blocks and ways, as names and sizes
+decompose_blocks.py    its MLP and attention blocks, by every way to communicate
+decompose_emulated.py  its matmuls and attention that take a given time
+decompose_job.py       its program: one rank that runs blocks by all ways, in turns
+decompose_train.py     its training runs, decomposed or with two strands or both
+decompose_rows.py      its rows and tables
+reshard.py             tensors moved between meshes, by the paper's methods, PyTorch and ours
+reshard_cases.py       its cases, from the paper and our own
+reshard_rivals.py      what a user of plain PyTorch does today
+reshard_world.py       its program: one rank on hosts of a lab
+reshard_rows.py        its rows and tables
+reshard_picture.py     its picture: effective bandwidth by case and method
+results.py             the form of every result: rows, environment, table, JSON file
 """

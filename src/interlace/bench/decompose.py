@@ -30,7 +30,7 @@ from interlace.bench.results import environment, write_json
 from interlace.bench.strands import Size
 from interlace.errors import InputError, RunError, nearest
 from interlace.lab import hosts
-from interlace.runtime.launch import launch
+from interlace.ranks.launch import launch
 
 _PARTS = ("all", "blocks", "training")
 

@@ -18,10 +18,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from interlace.bench.decompose_shapes import COMPUTE, QUERY_SPLIT, SLICES, VANILLA, VARIANTS, Shape
-from interlace.decompose.attention_scatter import query_split_attention
-from interlace.decompose.column_parallel import gather_matmul
-from interlace.decompose.row_parallel import matmul_scatter
-from interlace.decompose.sliced_matmul import sliced_gather_matmul, sliced_matmul_scatter
+from interlace.decompose.functions.attention_scatter import query_split_attention
+from interlace.decompose.functions.column_parallel import gather_matmul
+from interlace.decompose.functions.row_parallel import matmul_scatter
+from interlace.decompose.functions.sliced_matmul import sliced_gather_matmul, sliced_matmul_scatter
 from interlace.graphs import collectives
 
 

@@ -33,11 +33,11 @@ from interlace.bench.decompose_shapes import (
     read_job,
     settled,
 )
-from interlace.decompose.exchange import Link, Message
+from interlace.decompose.functions.exchange import Link, Message
 from interlace.errors import RunError
 from interlace.lab.hosts import set_own_rate
 from interlace.lab.links import emulated_backend
-from interlace.runtime.launched import follow_launcher
+from interlace.ranks.launched import follow_launcher
 
 _LIMIT = timedelta(seconds=120)
 _LATENCY_US = 50.0

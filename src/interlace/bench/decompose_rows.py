@@ -22,8 +22,8 @@ from interlace.bench.decompose_shapes import (
     shape_of,
 )
 from interlace.bench.results import Row
-from interlace.report.tables import aligned, number, percent
 from interlace.sim.decomposed import overhead_ns
+from interlace.text import aligned, number, percent
 
 OURS = {"mlp": "ring", "attention": QUERY_SPLIT}
 """The way that stands for us in the summary."""

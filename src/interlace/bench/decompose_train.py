@@ -9,7 +9,7 @@ from statistics import median
 from interlace.bench.results import Row, speedup
 from interlace.bench.strand_rows import Case
 from interlace.bench.strands import Point, Size, measure, rate_for
-from interlace.report.tables import aligned, number, percent
+from interlace.text import aligned, number, percent
 
 MODES = {
     "eager": "eager",

@@ -30,14 +30,15 @@ from interlace.config import (
 )
 from interlace.errors import InputError, RunError, nearest
 from interlace.graphs.torch_private import compile_elementwise
-from interlace.ir.cluster import load_cluster
+from interlace.hardware.cluster import load_cluster
+from interlace.hardware.devices import peak_flops
 from interlace.ir.timeline import Timeline
-from interlace.lab.imagined import ImaginedWorld, imagined_world
+from interlace.lab.imagined_world import ImaginedWorld, imagined_world
+from interlace.ranks.device import device_type
 from interlace.runtime.executor import Batch
 from interlace.train.compare import compare
-from interlace.train.device import device_type
 from interlace.train.engines import Engine
-from interlace.train.metrics import model_flops_per_token, peak_flops
+from interlace.train.metrics import model_flops_per_token
 from interlace.train.opening import open_session
 
 MODELS = {

@@ -26,8 +26,8 @@ from interlace.bench.reshard_rows import Measured, rows_of, summary_rows, tables
 from interlace.bench.results import Row, environment, write_json
 from interlace.errors import RunError
 from interlace.lab import hosts
-from interlace.report.files import write_whole
-from interlace.runtime.launch import launch
+from interlace.ranks.launch import launch
+from interlace.run_files import write_whole
 
 _WORLD = "interlace.bench.reshard_world"
 _RAM_DISK = Path("/dev/shm")

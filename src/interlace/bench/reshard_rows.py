@@ -15,7 +15,7 @@ from interlace.bench.reshard_cases import (
     Case,
 )
 from interlace.bench.results import Row, speedup
-from interlace.report.tables import aligned, number
+from interlace.text import aligned, number
 
 _PLANNED = tuple(method.name for method in METHODS)
 WIRED = "checkpoint_wired"

@@ -45,12 +45,12 @@ from interlace.bench.reshard_rivals import (
 )
 from interlace.config import parse_rate
 from interlace.errors import InterlaceError, RunError
+from interlace.hardware.topology import Topology
 from interlace.lab.links import emulated_backend
 from interlace.lab.namespaces import shape
+from interlace.ranks.launched import follow_launcher
 from interlace.reshard import Move as Described
 from interlace.reshard import ReshardPlan, Settings
-from interlace.reshard.planning.topology import Topology
-from interlace.runtime.launched import follow_launcher
 
 TCP_SHARE = 1448 / 1514
 """Payload of a full Ethernet frame of TCP with timestamps: what a shaped link counts is 1514."""

@@ -13,8 +13,8 @@ from statistics import median
 import torch
 
 import interlace
-from interlace.cost.profile import processor_name
 from interlace.errors import InputError
+from interlace.measure.machine import processor_name
 
 
 @dataclass(frozen=True, kw_only=True)

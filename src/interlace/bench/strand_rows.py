@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from interlace.bench.results import Row, speedup
-from interlace.report.tables import aligned, number, percent
+from interlace.text import aligned, number, percent
 
 OURS = "exact"
 RIVALS = {"eager": "eager", "1": "one_strand", "inductor": "inductor", "paper": "paper"}

@@ -10,6 +10,7 @@ clipping and AdamW. The first step of each way is not counted.
 """
 
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,14 +19,41 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from interlace.bench.job import train_on_link
 from interlace.bench.results import environment, write_json
 from interlace.bench.strand_rows import Case, rows_of, summary_rows, tables
 from interlace.config import parse_rate
+from interlace.errors import RunError
 from interlace.graphs.torch_private import has_inductor_schedule
+from interlace.lab import hosts
 
 CALIBRATION_RATE = "300mbit"
 CALIBRATION_MICRO_BATCHES = 2
+
+
+def train_on_link(run_file: str | Path, rate: str, overrides: list[str]) -> str:
+    """`interlace train RUN_FILE OVERRIDES` on a link of `rate`; returns how the link was made.
+
+    Two network namespaces joined by a shaped link if this process may make them; otherwise two
+    local processes on an emulated link, which is said on stderr and in every result. Empty
+    `rate` leaves the link as fast as it is. Raises RunError when the job fails.
+    """
+    command = ["train", str(run_file), *overrides]
+    reason = "this is already a lab" if hosts.inside_lab() else hosts.available()
+    if not reason:
+        code = hosts.run_in_lab(["interlace", *command], hosts=2, ranks_per_host=1, rate=rate)
+        link = f"lab link {rate}" if rate else "lab link, not shaped"
+    else:
+        print(f"note: no network namespaces here ({reason}); the link is emulated", file=sys.stderr)
+        extra = ["--link.rate", rate] if rate else []
+        argv = [sys.executable, "-m", "interlace", *command, *extra]
+        code = subprocess.run(argv, check=False).returncode
+        link = f"emulated link {rate}" if rate else "real link of this machine"
+    if code:
+        raise RunError(
+            f"the training job on a link of {rate or 'full'} rate ended with exit code {code}",
+            hint="its own message is above",
+        )
+    return link
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,12 +40,12 @@ def export(
     """
     import torch  # noqa: PLC0415  takes seconds
 
-    from interlace.train.build import published_shape  # noqa: PLC0415
-    from interlace.train.checkpoint_export import (  # noqa: PLC0415  imports torch
+    from interlace.checkpoint.to_hugging_face import (  # noqa: PLC0415  imports torch
         export_checkpoint,
         export_trusted_dcp,
         find_checkpoint,
     )
+    from interlace.train.built_model import published_shape  # noqa: PLC0415
 
     if model and not trust_dcp:
         raise InputError(

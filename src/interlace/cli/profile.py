@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from interlace.claims import refuse_in_live_run
 from interlace.cli.options import RunFile, RunOptions, Verbose
 from interlace.cli.ranks import is_rank, start_ranks
 from interlace.config import RunConfig
@@ -17,7 +18,6 @@ from interlace.errors import InputError
 from interlace.ir import store
 from interlace.ir.costs import CostTable
 from interlace.run_files import COSTS
-from interlace.train.claims import refuse_in_live_run
 
 if TYPE_CHECKING:
     from interlace.train.profiling import Progress

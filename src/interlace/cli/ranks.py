@@ -10,8 +10,8 @@ from pathlib import Path
 from interlace.cli.run_file import save_run_config
 from interlace.config import RunConfig, world_of
 from interlace.errors import InputError
+from interlace.ranks.launched import adopt_job, follow_launcher
 from interlace.rules import resolve_layout
-from interlace.runtime.launched import adopt_job, follow_launcher
 
 MOST_RANKS = 16
 """So many local processes are started without being asked for by number."""
@@ -55,7 +55,7 @@ def start_ranks(
             hint="start it with torchrun or srun on all hosts, plan it with interlace plan, or say "
             f"--nproc {ranks} to start all of them here",
         )
-    from interlace.runtime.launch import launch  # noqa: PLC0415  imports torch
+    from interlace.ranks.launch import launch  # noqa: PLC0415  imports torch
 
     os.environ.setdefault("INTERLACE_COMMAND", shlex.join(["interlace", *sys.argv[1:]]))
     with tempfile.TemporaryDirectory(prefix="interlace-") as folder:

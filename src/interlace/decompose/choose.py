@@ -9,8 +9,7 @@ for slices that take t_c to compute and t_p to send, N ranks and m pieces per ra
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from interlace.decompose.rewrite_scatter import blocks_of
-from interlace.decompose.sites import Site
+from interlace.decompose.sites import Site, blocks_of
 from interlace.errors import InputError
 from interlace.graphs.trace import StrandGraph
 from interlace.sim.decomposed import decomposed_ns

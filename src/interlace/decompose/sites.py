@@ -49,3 +49,8 @@ class Missed:
     """Kind of the collective, such as `all_reduce`."""
     reason: str
     module: str = ""
+
+
+def blocks_of(rows: int, pieces: int) -> int:
+    """The largest number of blocks up to `pieces` that divides the rows of a rank."""
+    return next(count for count in range(max(1, min(pieces, rows)), 0, -1) if rows % count == 0)

@@ -1,8 +1,37 @@
-"""From a module to executable graphs: trace, export to OpGraph, interleave, lower.
+"""From a module to executable graphs: trace, passes over the graphs, export, lower.
 
-trace.py        module + example inputs -> ChunkGraphs (one forward, one backward graph)
-accumulate.py   gradients of the backward graph flow into persistent buffers
-export.py       fx graph -> OpGraph, the torch-free form that planners read
-lower.py        graphs + a planned order -> one executable graph
-torch_private.py  the only module that touches private torch APIs
+Tracing:
+
+blocks.py             the stack of blocks of a module, and its shallow twin
+repeat.py             a deep module from the graphs of its twin
+periods.py            where the blocks of a twin are in its joint graph
+trace.py              module + example inputs -> forward and backward graph
+trace_errors.py       which line of the user's code cannot be traced, and what to do
+cut.py                a joint graph in two: forward and backward
+torch_private.py      the only module that touches private torch APIs
+
+Passes:
+
+accumulate.py         gradients flow into persistent buffers
+gradient_layouts.py   each gradient comes to its parameter's layout
+data_parallel.py      gathers of weights and reductions of gradients
+dropout.py            masks that depend on numbers, not on what ran before
+recompute.py          which values the backward computes again
+remake.py             how they are computed again
+budget.py             what to keep within a number of bytes, by min-cut
+wide_sums.py          which matmuls a device can add to a float32 buffer
+
+Reading, writing, running:
+
+op_graphs.py          fx graph -> OpGraph, the torch-free form that planners read
+module_paths.py       which block of the model a node belongs to
+spread.py             over which ranks the values of a forward differ
+buffers.py            memory of a graph that several operators fill
+writer.py             operators written into a graph, moved and erased
+strides.py            where elements lie: what a trace saw, and what comes
+parts.py              what one phase runs when it does not run all of a strand
+lower.py              strands in a planned order -> one executable graph
+collectives.py        functional collectives become asynchronous c10d calls
+gloo_messages.py      gloo's row-moving collectives as messages
+inductor.py           the order of PyTorch's own overlap scheduler: a rival
 """

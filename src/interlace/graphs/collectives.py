@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from interlace.graphs.messages import Messages, exchange
+from interlace.graphs.gloo_messages import Messages, exchange
 from interlace.graphs.torch_private import process_group
 from interlace.ir.graph import Kind
 

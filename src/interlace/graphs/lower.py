@@ -15,7 +15,7 @@ from torch.fx.graph import CodeGen
 
 from interlace.errors import InputError
 from interlace.graphs.collectives import CONSUMERS, ISSUE, is_collective, is_wait, wait
-from interlace.graphs.export import is_free
+from interlace.graphs.op_graphs import is_free
 from interlace.graphs.parts import Part
 from interlace.graphs.strides import copying_views, restrided
 from interlace.graphs.trace import VIEWS, Binding, StrandGraph
@@ -31,8 +31,8 @@ class Lowered:
     module: fx.GraphModule
     inputs: tuple[tuple[str, Binding], ...]
     """(strand, binding) of each element of the input list."""
-    outputs: tuple[tuple[str, str], ...]
-    """(strand, name of the value) of each output."""
+    outputs: tuple[tuple[str, Binding], ...]
+    """(strand, what it is) of each output."""
 
 
 class _ListInputs(CodeGen):
@@ -173,12 +173,12 @@ class _Builder:
                     f"plan: operator {strand}.{missing[0]} of the graph is missing",
                     hint="plan again",
                 )
-            for node in part.outputs:
+            for node, name in zip(part.outputs, part.names, strict=True):
                 if (strand, node) not in self.done:
                     self._require(strand, node)
                     self._append(strand, node)
                 outputs.append(self.done[strand, node])
-                owners.append((strand, node.name))
+                owners.append((strand, name))
         self.graph.output(tuple(outputs))
         module = fx.GraphModule(self.root, self.graph)
         return Lowered(module, tuple(self.inputs.values()), tuple(owners))

@@ -13,7 +13,7 @@ from torch import fx
 
 from interlace.errors import InputError
 from interlace.graphs.collectives import ISSUE, is_wait
-from interlace.graphs.export import kind_of_target
+from interlace.graphs.op_graphs import kind_of_target
 from interlace.ir.graph import Kind
 
 _ROOT = re.compile(r"^L\['\w+'\]\.?")

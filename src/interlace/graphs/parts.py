@@ -1,21 +1,25 @@
-"""Parts of a strand: what one phase runs when it does not run all of it.
+"""Parts of a graph: what one strand runs, with a name for each value that goes in or comes out.
 
-A strand that runs its head one phase ahead hands values over: what operators of the head made
+A graph that is cut in two hands values over: what operators of the head made
 and the rest, or the strand's outputs, need. A collective that nobody in the head waits for is
 handed over in flight (`collectives.Pending`), and the rest waits for it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from interlace.graphs.collectives import is_wait
-from interlace.graphs.export import is_free
+from interlace.graphs.op_graphs import is_free
 from interlace.graphs.trace import VIEWS, Binding, StrandGraph
 
 CARRIED = "carried"
-"""Role of an input that an earlier phase made."""
+"""Role of a value that one part of a graph hands to the other."""
+SAVED = "saved"
+"""Role of a value that a forward keeps for its backward."""
+LOSS = Binding("loss", "loss")
+"""The output that a micro-batch is judged by."""
 
 
 @dataclass(frozen=True)
@@ -27,32 +31,36 @@ class Part:
     """By name; free nodes (views, waits) are appended where they are needed."""
     inputs: Mapping[fx.Node, Binding]
     outputs: tuple[fx.Node, ...]
+    names: tuple[Binding, ...]
+    """What each output is."""
 
     @classmethod
-    def whole(cls, strand: StrandGraph) -> "Part":
-        """All of it."""
-        return cls(strand, _operators(strand), _placeholders(strand), strand.outputs)
+    def whole(cls, strand: StrandGraph, names: Sequence[Binding] = ()) -> "Part":
+        """All of it. Outputs without names go by those of their nodes."""
+        outputs = strand.outputs
+        names = tuple(names) or tuple(Binding("output", node.name) for node in outputs)
+        return cls(strand, _operators(strand), _placeholders(strand), outputs, names)
 
-
-def split(strand: StrandGraph, ahead: int) -> tuple[Part, Part]:
-    """(head, rest): the first `ahead` operators, whose outputs are what is handed over, and the
-    others, which have it as inputs of role `carried` and give the strand's outputs."""
-    operators = _operators(strand)
-    names = list(operators)
-    head = {name: operators[name] for name in names[:ahead]}
-    rest = {name: operators[name] for name in names[ahead:]}
-    carried = _handed_over(strand, frozenset(head.values()), rest)
-    placeholders = _placeholders(strand)
-    reads = _reads(head.values())
-    return (
-        Part(strand, head, {n: b for n, b in placeholders.items() if n in reads}, carried),
-        Part(
-            strand,
-            rest,
-            placeholders | {node: Binding(CARRIED, node.name) for node in carried},
-            strand.outputs,
-        ),
-    )
+    def split(self, at: int) -> "tuple[Part, Part]":
+        """(head, rest): the first `at` operators, whose outputs are what is handed over, and the
+        others, which have it as inputs of role `carried` and give the outputs of this part, which
+        must be a whole graph."""
+        strand, names = self.strand, list(self.operators)
+        head = {name: self.operators[name] for name in names[:at]}
+        rest = {name: self.operators[name] for name in names[at:]}
+        carried = _handed_over(strand, frozenset(head.values()), rest)
+        reads = _reads(head.values())
+        later = _reads((*rest.values(), *self.outputs))
+        given = tuple(Binding(CARRIED, node.name) for node in carried)
+        first = {n: b for n, b in self.inputs.items() if n in reads}
+        second = {n: b for n, b in self.inputs.items() if b.role != SAVED or n in later}
+        return (
+            Part(strand, head, first, carried, given),
+            Part(
+                strand, rest, second | dict(zip(carried, given, strict=True)), self.outputs,
+                self.names,
+            ),
+        )  # fmt: skip
 
 
 def _operators(strand: StrandGraph) -> dict[str, fx.Node]:

@@ -1,12 +1,13 @@
 """Write operators into an fx graph; shapes and types are worked out on fake tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from interlace.graphs.buffers import written
 from interlace.graphs.trace import Binding, StrandGraph
 
 
@@ -73,3 +74,30 @@ class GraphWriter:
         """The graph written so far, without outputs."""
         self.graph.output(())
         return StrandGraph(name, fx.GraphModule(nn.Module(), self.graph), self.bindings)
+
+
+def erase_unused(nodes: Iterable[fx.Node]) -> None:
+    """Erase those of `nodes` that nobody reads, and then what only they read."""
+    stack = list(nodes)
+    erased: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in erased or node.op != "call_function" or node.users or written(node):
+            continue
+        stack += node.all_input_nodes
+        erased.add(node)
+        node.graph.erase_node(node)
+
+
+def move_before(place: fx.Node, values: Iterable[object]) -> None:
+    """Move what makes `values` in front of `place`, as far as it stands behind; it must not depend
+    on `place`."""
+    late: set[fx.Node] = set()
+    stack = [value for value in values if isinstance(value, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if place < node and node not in late:
+            late.add(node)
+            stack += node.all_input_nodes
+    for node in sorted(late):
+        place.prepend(node)

@@ -2,17 +2,58 @@
 
 Times are integer nanoseconds. Operators with equal keys cost the same, so a table for a deep model
 is short. A table says where its numbers come from; a planner never mixes sources.
+Times by size are a straight line (`fit_line`): fixed cost plus cost per unit of work.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from interlace.errors import InputError
-from interlace.ir.fits import Line, fit_line
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """at_zero + slope * work."""
+
+    at_zero: float
+    slope: float
+
+    def at(self, work: float) -> float:
+        """The line's value at `work`."""
+        return self.at_zero + self.slope * work
+
+
+def fit_line(samples: Sequence[tuple[float, float]]) -> Line | None:
+    """The line through (work, time) with the least squared *relative* error, neither part
+    negative. One size alone gives a time in proportion to the work; no samples give None.
+
+    Relative, because times span three orders of magnitude: plain least squares would fit the
+    largest and get latencies wrong by any factor.
+    """
+    samples = [(work, max(time, 1.0)) for work, time in samples]
+    if not samples:
+        return None
+    # Weighted normal equations with weights 1 / time^2.
+    ones = sum(1 / time**2 for _, time in samples)
+    works = sum(work / time**2 for work, time in samples)
+    squares = sum(work**2 / time**2 for work, time in samples)
+    times = sum(1 / time for _, time in samples)
+    products = sum(work / time for work, time in samples)
+    proportional = Line(0.0, products / squares) if squares else Line(times / ones, 0.0)
+    if len({work for work, _ in samples}) == 1:
+        return proportional
+    determinant = ones * squares - works**2
+    line = Line(
+        (times * squares - products * works) / determinant,
+        (ones * products - works * times) / determinant,
+    )
+    if line.at_zero < 0:
+        return proportional
+    return line if line.slope >= 0 else Line(times / ones, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,3 +277,43 @@ class CostTable:
 
     def _of_kind(self, kind: Kind) -> Iterable[OperatorCost]:
         return (cost for cost in self.operators.values() if cost.kind is kind)
+
+
+LARGEST_FACTOR = 3.0
+"""A larger one is no slow-down but a wait for a core, or an overlap too short to see."""
+SHARED_BELOW = 0.5
+"""Two lanes with a lower overlap effectiveness are taken to share one link."""
+
+
+def transfer_factor(alone_ns: float, beside_ns: float, overlapped_ns: float) -> float:
+    """Slow-down of a transfer that took `alone_ns` alone, and `beside_ns` with compute beside it
+    for `overlapped_ns` of them.
+
+    It goes on at 1 / f of its speed while overlapped, so overlapped / f + (beside - overlapped) =
+    alone. Noise can bring f below 1, which is taken as 1.
+    """
+    if overlapped_ns <= 0:
+        return 1.0
+    done_ns = max(alone_ns - beside_ns + overlapped_ns, overlapped_ns / LARGEST_FACTOR)
+    return max(1.0, overlapped_ns / done_ns)
+
+
+def compute_factor(alone_ns: float, beside_ns: float) -> float:
+    """Slow-down of an operator that takes `alone_ns` alone and `beside_ns` beside a transfer; 1 if
+    none of its calls was."""
+    if alone_ns <= 0 or beside_ns <= 0:
+        return 1.0
+    return min(LARGEST_FACTOR, max(1.0, beside_ns / alone_ns))
+
+
+def shared_links(pairs: tuple[Together, ...]) -> dict[str, str]:
+    """Link by lane, for lanes that share one with another."""
+    link: dict[str, str] = {}
+    for pair in pairs:
+        if pair.oef >= SHARED_BELOW:
+            continue
+        names = {link.get(lane, lane) for lane in (pair.first, pair.second)}
+        members = {lane for lane, name in link.items() if name in names}
+        members |= {pair.first, pair.second}
+        link |= dict.fromkeys(members, "+".join(sorted(members)))
+    return link

@@ -1,9 +1,9 @@
 """Plan: in which order one rank issues its operators, as data that prints and reads back.
 
-A plan has one order per phase of a step (`ir.phases`): `forward` (the first micro-batch), `pair`
-(forward of one micro-batch with the backward of the one before) and `backward` (the last one).
-A plan of one strand has no `pair`, and an order for the other micro-batches where they differ.
-Where strands meet, ids carry theirs: `forward.mm_3`, `backward.all_gather_1`.
+A plan has one order per phase of its schedule (`ir.actions`). With two strands these are
+`forward+next` (the first micro-batch), `rest+next+backward` (forward of one micro-batch with the
+backward of the one before) and `backward` (the last one). Where strands meet, ids carry theirs:
+`forward.mm_3`, `backward.all_gather_1`.
 """
 
 import hashlib
@@ -13,23 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from interlace.errors import InputError
+from interlace.ir.actions import Share, label_of, strands_of
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
-from interlace.ir.phases import (
-    AGAIN,
-    BACKWARD,
-    BEFORE,
-    FORWARD,
-    PHASES,
-    derived_orders,
-    pair_graph,
-    phase_graphs,
-)
+from interlace.ir.phases import phase_graph
 
-_HEADER = "interlace plan 2"
+_HEADER = "interlace plan 3"
 _BARRIER = "-- barrier --"
 _COLUMN = 44
-_HEAD = re.compile(r"search (\S+)  graph (\S+)  costs (\S+)  ahead (\d+)")
-_PHASE = re.compile(r"phase (\w+)  operators (\d+)  predicted_ns (\d+)  exposed_ns (\d+)")
+_HEAD = re.compile(r"search (\S+)  graph (\S+)  costs (\S+)  schedule (\S+)  head (\d+)")
+_PHASE = re.compile(r"phase (\S+)  operators (\d+)  predicted_ns (\d+)  exposed_ns (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,44 +43,91 @@ class Plan:
     search: str
     graph_digest: str
     cost_digest: str
+    schedule: str
+    """The name of the schedule whose phases these are (`schedules`)."""
     phases: dict[str, PhasePlan]
-    ahead: int = 0
-    """Operators of the forward graph that run one phase ahead (`ir.phases`)."""
+    head: int = 0
+    """Operators of the forward graph that run one action ahead."""
 
     @property
     def digest(self) -> str:
         """A hash of the orders; all ranks must have the same one."""
-        lines = [f"ahead:{self.ahead}"]
+        lines = [f"schedule:{self.schedule}", f"head:{self.head}"]
         for name, phase in sorted(self.phases.items()):
             lines.append(f"{name}:{','.join(phase.order)}:{','.join(phase.barriers)}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
-    @property
-    def orders(self) -> dict[str, tuple[str, ...]]:
-        """The order of every phase that a step runs, also those that follow from others."""
-        planned = {name: phase.order for name, phase in self.phases.items()}
-        return planned | derived_orders(planned)
+    def of_phase(self, phase: str) -> PhasePlan | None:
+        """The order of a phase; where the plan has none, that of a phase which also runs the head
+        of a later forward, without that head. None if it has neither. Of a derived order nobody
+        has predicted the time: it counts as 0."""
+        if phase in self.phases:
+            return self.phases[phase]
+        for name, planned in self.phases.items():
+            if phase == without_heads(name):
+                return _headless(name, planned)
+        return None
+
+    def needed(self, phase: str) -> PhasePlan:
+        """As `of_phase`. Raises InputError if the plan has no order for the phase."""
+        found = self.of_phase(phase)
+        if found is None:
+            raise InputError(
+                f"the plan has no order for phase {phase!r}, only for {', '.join(self.phases)}",
+                hint="plan again for this schedule",
+            )
+        return found
 
     def validate(self, graphs: Mapping[str, OpGraph], where: str) -> None:
         """Raise InputError unless every phase issues each of its operators once, after its inputs,
         and has its barriers at operators of its own. `graphs` are those of the strands."""
-        forward = graphs[FORWARD]
-        if not 0 <= self.ahead <= len(forward.operators):
-            raise InputError(
-                f"{where}: ahead {self.ahead} is not between 0 and the "
-                f"{len(forward.operators)} operators of the forward graph",
-                hint="plan again",
-            )
-        of_phase = phase_graphs(graphs, self.ahead)
+        self._check_head(graphs, where)
         for name, phase in self.phases.items():
-            check(phase.order, of_phase[name], f"{where}, phase {name!r}")
+            graph = phase_graph(name, graphs, self.head)
+            check(phase.order, graph, f"{where}, phase {name!r}")
             for barrier in phase.barriers:
-                if barrier not in of_phase[name].by_id:
+                if barrier not in graph.by_id:
                     raise InputError(
                         f"{where}, phase {name!r}: a barrier follows {barrier!r}, which is not in "
                         f"the graph",
                         hint="plan again",
                     )
+
+    def _check_head(self, graphs: Mapping[str, OpGraph], where: str) -> None:
+        if not self.head:
+            return
+        heads = [each.graph for name in self.phases for each in strands_of(name)
+                 if each.share == Share.HEAD]  # fmt: skip
+        if not heads:
+            raise InputError(
+                f"{where}: head {self.head}, and no phase runs the head of a forward",
+                hint="plan again",
+            )
+        graph = graphs.get(heads[0])
+        if graph is None or not 0 <= self.head <= len(graph.operators):
+            count = len(graph.operators) if graph else 0
+            raise InputError(
+                f"{where}: head {self.head} is not between 0 and the {count} operators of the "
+                "forward graph",
+                hint="plan again",
+            )
+
+
+def without_heads(phase: str) -> str:
+    """The name of the phase without heads of later forwards; empty if nothing else is in it."""
+    words = phase.split("+")
+    return "+".join(word for word in words if strands_of(word)[0].share != Share.HEAD)
+
+
+def _headless(name: str, planned: PhasePlan) -> PhasePlan:
+    strands = strands_of(name)
+    left = [each.label for each in strands if each.share != Share.HEAD]
+
+    def kept(operators: tuple[str, ...]) -> tuple[str, ...]:
+        names = [each for each in operators if label_of(each) in left]
+        return tuple(n.rpartition(".")[2] if len(left) == 1 else n for n in names)
+
+    return PhasePlan(kept(planned.order), 0, 0, kept(planned.barriers))
 
 
 def check(order: tuple[str, ...], graph: OpGraph, where: str) -> None:
@@ -114,24 +153,15 @@ def check(order: tuple[str, ...], graph: OpGraph, where: str) -> None:
         raise InputError(f"{where}: operator {lost!r} of the graph is missing from the plan")
 
 
-def sequential(graphs: Mapping[str, OpGraph]) -> Plan:
-    """One strand: the graphs of the strands in the order in which they were traced."""
-    of_phase = phase_graphs(graphs, 0)
-    names = [name for name in (FORWARD, AGAIN, BEFORE, BACKWARD) if name in of_phase]
-    phases = {name: PhasePlan(of_phase[name].order, 0, 0) for name in names}
-    return Plan("sequential", pair_graph(graphs).digest, "-", phases)
-
-
 def to_text(plan: Plan, graphs: Mapping[str, OpGraph]) -> str:
     """One line per operator in issue order, one column per lane; `from_text` reads it back."""
     lines = [
         _HEADER,
         f"search {plan.search}  graph {plan.graph_digest}  costs {plan.cost_digest}  "
-        f"ahead {plan.ahead}",
+        f"schedule {plan.schedule}  head {plan.head}",
     ]
-    of_phase = phase_graphs(graphs, plan.ahead)
     for name, phase in plan.phases.items():
-        graph = of_phase[name]
+        graph = phase_graph(name, graphs, plan.head)
         lanes = graph.lanes
         lines.append("")
         lines.append(
@@ -154,15 +184,16 @@ def from_text(text: str, where: str = "plan") -> Plan:
     lines = text.splitlines()
     if not lines or lines[0] != _HEADER:
         raise InputError(
-            f"{where}: line 1 is not {_HEADER!r}", hint="give a plan written by `interlace plan`"
+            f"{where}: line 1 is not {_HEADER!r}",
+            hint="give a plan written by `interlace plan` of this version",
         )
     head = _HEAD.fullmatch(lines[1]) if len(lines) > 1 else None
     if head is None:
-        raise InputError(f"{where}: line 2 must give search, graph, costs and ahead")
+        raise InputError(f"{where}: line 2 must give search, graph, costs, schedule and head")
     reader = _Reader(where)
     for number, line in enumerate(lines[2:], 3):
         reader.line(number, line)
-    return Plan(head[1], head[2], head[3], reader.finish(), int(head[4]))
+    return Plan(head[1], head[2], head[3], head[4], reader.finish(), int(head[5]))
 
 
 class _Reader:
@@ -197,9 +228,13 @@ class _Reader:
     def _start(self, number: int, found: re.Match[str]) -> None:
         self._close()
         name = found[1]
-        if name not in PHASES or name in self.phases:
-            why = "comes twice" if name in self.phases else "is not one of " + ", ".join(PHASES)
-            raise InputError(f"{self.where}: line {number}: phase {name!r} {why}")
+        try:
+            strands_of(name)
+        except InputError as error:
+            where = f"{self.where}: line {number}: phase {name!r}"
+            raise InputError(f"{where}: {error.message}", hint=error.hint) from error
+        if name in self.phases:
+            raise InputError(f"{self.where}: line {number}: phase {name!r} comes twice")
         self.head, self.order, self.barriers = found, [], []
 
     def _close(self) -> None:
@@ -217,9 +252,6 @@ class _Reader:
 
     def finish(self) -> dict[str, PhasePlan]:
         self._close()
-        missing = [phase for phase in PHASES if phase not in self.phases]
-        if missing:
-            raise InputError(f"{self.where}: phase {missing[0]!r} is missing", hint="plan again")
         return self.phases
 
 

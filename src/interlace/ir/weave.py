@@ -7,6 +7,7 @@ writes the input of the same name.
 
 from dataclasses import replace
 
+from interlace.ir.actions import Direction, Share, strand
 from interlace.ir.graph import Operator, OpGraph
 
 SHARED = ("parameter", "gradient")
@@ -19,11 +20,12 @@ def weave(merged: OpGraph) -> OpGraph:
     run, except what follows its collectives, which comes last."""
     operators = _with_dependencies(merged)
     order = _Order(operators)
-    early = [op for op in operators if _strand(op.id) == "gather"]
-    late = [op for op in operators if _strand(op.id) == "reduce"]
+    early = [op for op in operators if _once(op.id, Direction.FORWARD)]
+    late = [op for op in operators if _once(op.id, Direction.BACKWARD)]
+    both = {op.id for op in (*early, *late)}
     collectives = [op.id for op in early if op.is_collective]
     for op in operators:
-        if _strand(op.id) in ("gather", "reduce"):
+        if op.id in both:
             continue
         order.emit(op.id, collectives)
         if late:
@@ -54,7 +56,7 @@ def _with_dependencies(merged: OpGraph) -> list[Operator]:
 
 
 def _comes_first(writer: str, reader: str) -> bool:
-    return _strand(writer) == "gather" or _strand(reader) == "reduce"
+    return _once(writer, Direction.FORWARD) or _once(reader, Direction.BACKWARD)
 
 
 class _Order:
@@ -90,6 +92,13 @@ class _Order:
         if op.id not in self.done:
             self.done.add(op.id)
             self.found.append(op)
+
+
+def _once(name: str, direction: Direction) -> bool:
+    """Whether an operator is of what data-parallel ranks exchange once a step, at its start
+    (forward) or at its end (backward)."""
+    found = strand(_strand(name))
+    return found.share == Share.ONCE and found.direction == direction
 
 
 def _strand(name: str) -> str:

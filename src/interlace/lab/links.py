@@ -14,6 +14,7 @@ peers issued a collective, so one that is early by d may finish up to d too soon
 not overlapped with the operation before, so many small operations in a row take longer.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.config import LinkConfig, parse_rate
 from interlace.errors import InputError
+from interlace.hardware.wire_bytes import wire_bytes
+from interlace.ir.graph import Kind
 from interlace.lab.link_work import EmulatedLink, EmulatedWork
 
 _CPU = torch.device("cpu")
@@ -75,15 +79,15 @@ def _bytes(tensors: Any) -> int:
 
 
 def _all_reduce_bytes(group: dist.ProcessGroup, tensors: Any, *_: Any) -> float:
-    return 2 * (group.size() - 1) / group.size() * _bytes(tensors)
+    return wire_bytes(Kind.ALL_REDUCE, _bytes(tensors), group.size())
 
 
 def _all_gather_bytes(group: dist.ProcessGroup, _outputs: Any, inputs: Any, *_: Any) -> float:
-    return (group.size() - 1) * _bytes(inputs)
+    return wire_bytes(Kind.ALL_GATHER, group.size() * _bytes(inputs), group.size())
 
 
 def _reduce_scatter_bytes(group: dist.ProcessGroup, _outputs: Any, inputs: Any, *_: Any) -> float:
-    return (group.size() - 1) / group.size() * _bytes(inputs)
+    return wire_bytes(Kind.REDUCE_SCATTER, _bytes(inputs), group.size())
 
 
 def _all_to_all_bytes(group: dist.ProcessGroup, outputs: Any, inputs: Any, *_: Any) -> float:
@@ -127,7 +131,7 @@ def _no_bytes(_group: dist.ProcessGroup, *_: Any) -> float:
 
 
 def _collective(
-    name: str, wire_bytes: Callable[..., float], *, old_name: str = ""
+    name: str, bytes_of: Callable[..., float], *, old_name: str = ""
 ) -> Callable[..., dist.Work]:
     """A method that runs gloo's `name` (torch 2.11: `old_name`) behind the link.
 
@@ -136,7 +140,7 @@ def _collective(
     inner_name = name if hasattr(dist.ProcessGroup, name) else old_name
 
     def method(self: "EmulatedProcessGroup", *args: Any, **kwargs: Any) -> dist.Work:
-        end_ns = self.link.send(wire_bytes(self, *args))
+        end_ns = self.link.send(bytes_of(self, *args))
         inner = getattr(self.gloo, inner_name)(*args, **kwargs)
         outputs = args[0] if args else []
         if not isinstance(outputs, list):
@@ -151,9 +155,8 @@ def _collective(
 class EmulatedProcessGroup(dist.ProcessGroup):
     """A gloo process group behind one `EmulatedLink`.
 
-    Wire bytes per rank on n ranks: (n-1)/n of the full tensor for all-gather, reduce-scatter and
-    all-to-all, twice that for all-reduce, all of it for broadcast, reduce and point-to-point, and
-    n-1 parts at the root of gather and scatter.
+    Wire bytes per rank are those of `hardware.wire_bytes`. A reduce counts as a broadcast, and the
+    root of a gather or scatter carries n-1 parts.
     """
 
     def __init__(
@@ -233,3 +236,11 @@ class EmulatedProcessGroup(dist.ProcessGroup):
         work = EmulatedWork(inner, self.link, tensors)
         work.follow_alone(lambda: self.link.receive(_bytes(tensors)))
         return work
+
+
+def link_label(link: LinkConfig) -> str:
+    """How the ranks are joined, for reports and for the name of a machine."""
+    if link.rate:
+        return describe(parse_rate(link.rate, "link.rate"), link.latency_us)
+    lab_rate = os.environ.get("INTERLACE_LAB_RATE")
+    return f"lab link {lab_rate}" if lab_rate else "real link"

@@ -7,6 +7,17 @@ role of each of its sub-modules under tensor + sequence parallelism (roles:
 dimension 0; its parameters stay whole).
 A model maps tokens [batch, sequence] to logits [sequence, batch, vocabulary]: the residual stream
 is sequence-first, so that a sequence-parallel gather is one contiguous copy.
+
+llama.py                Llama
+gpt.py                  GPT-2 and GPT-3
+attention.py            attention between projected heads; context parallelism replaces it
+loss.py                 the training objective around any model
+transformers_model.py   a model of `transformers`, as it is
+hugging_face.py         Hugging Face checkpoints of our models, read and written
+hugging_face_config.py  config.json and the ModelConfig that it means
+hugging_face_files.py   the tensors of a checkpoint folder
+hugging_face_names.py   which tensor each parameter of our models is
+hugging_face_export.py  our weights as a checkpoint
 """
 
 import importlib

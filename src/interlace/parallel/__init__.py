@@ -1,1 +1,16 @@
-"""How a plain model is laid out over ranks: device meshes and DTensor plans."""
+"""How a plain model is laid out over ranks: device meshes and DTensor plans.
+
+meshes.py           device meshes and the names of their axes
+tensor.py           tensor + sequence parallelism as a DTensor plan
+tensor_layers.py    its layers that are not a DTensor style of PyTorch
+plans.py            the tensor-parallel plan that a `transformers` model publishes
+split_values.py     where values are split over ranks under such a plan
+local_parts.py      an unmodified module on this rank's part of its parameters
+own_buffers.py      buffers of which each rank of an axis holds its own
+context.py          context parallelism: ranks share each sequence
+ring.py             ring attention: keys and values travel past all queries
+ulysses.py          Ulysses: ranks trade the sequence for heads
+block_attention.py  attention of a block of queries to a block of keys
+in_graph.py         how a custom autograd function gets into a traced graph
+data.py             which weights data-parallel ranks share, and in which buckets
+"""

@@ -23,6 +23,12 @@ from torch.distributed.tensor import (
 WHOLE: tuple[Placement, ...] = (Replicate(),)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, detached; shares memory with `tensor`."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def lay_out(
     model: nn.Module, mesh: DeviceMesh, shards: dict[str, int], partial: Collection[str]
 ) -> None:

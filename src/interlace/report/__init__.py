@@ -1,1 +1,20 @@
-"""Reports of a run: an HTML page, a picture of one step, a trace, tables for the terminal."""
+"""The records of a run as an HTML page, pictures, a trace, and tables for the terminal.
+
+build.py         from the folder of a run, or a cost file, to all of these
+load.py          reads the folder of a run
+findings.py      what a run showed, in words and rows
+html.py          the report as one page
+charts.py        the loss and step times as SVG
+plots.py         the picture of one step, before and after
+panels.py        one panel of it: compute lane and links between two times
+short_spans.py   spans too short to see, merged so that pictures stay small and true
+theme.py         colours of every picture, light and dark
+heatmap.py       a picture of overlap effectiveness
+chrome.py        timelines as a Chrome trace
+tables.py        a comparison and a step's collectives as lines of text
+cost_tables.py   a cost table as text
+plan_figures.py  what a plan is predicted to give
+plan_tables.py   that as text
+plan_json.py     that as JSON
+plan_picture.py  that as a picture
+"""

@@ -9,12 +9,12 @@ from interlace.ir import store
 from interlace.ir.costs import CostTable
 from interlace.ir.timeline import Timeline
 from interlace.report import chrome, findings, html
-from interlace.report.files import write_whole
 from interlace.report.heatmap import oef_png
 from interlace.report.load import RunRecord, is_cost_folder, load_run
 from interlace.report.plots import timeline_png
 from interlace.report.tables import MODE_NAMES
 from interlace.report.theme import LIGHT, Theme
+from interlace.run_files import write_whole
 
 
 def build_report(source: Path, output: Path | None = None) -> list[Path]:

@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from interlace.report.tables import MODE_NAMES, number, ordered_modes
+from interlace.report.tables import MODE_NAMES, ordered_modes
 from interlace.report.theme import Theme
+from interlace.text import number
 
 _WIDTH_IN = 11.0
 _BAR = 0.30

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from interlace.ir.costs import CostTable
-from interlace.report.costs import oef_grid
+from interlace.report.cost_tables import oef_grid
 from interlace.report.theme import LIGHT, Theme
 
 _DPI = 200

@@ -7,8 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from interlace.ir.costs import CostTable
-from interlace.report import costs as cost_tables
-from interlace.report import findings
+from interlace.report import cost_tables, findings
 from interlace.report.charts import loss_svg, step_time_svg
 from interlace.report.heatmap import oef_png
 from interlace.report.load import RunRecord

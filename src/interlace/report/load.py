@@ -15,7 +15,7 @@ from interlace.ir import store
 from interlace.ir.costs import CostTable
 from interlace.ir.timeline import Timeline
 from interlace.report.tables import ordered_modes
-from interlace.train.metrics import read_metrics
+from interlace.run_files import read_metrics
 
 _DAMAGED = "the file was changed or damaged after the run; repeat the run, or remove the file"
 

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from interlace.errors import InputError
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import phase_graphs
-from interlace.ir.plan import Plan, sequential
+from interlace.ir.phases import phase_graph
+from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
+from interlace.schedules.finder import sequential
 from interlace.search.bounds import lower_bound_ns
 from interlace.search.limits import MemoryLimits
 from interlace.search.memory import peak_bytes, step_peak_bytes
 from interlace.search.planner import SEARCHES, make_plan
 from interlace.search.problem import Problem
 from interlace.search.step_bounds import step_bound_ns
+from interlace.sim.lanes import simulate
 from interlace.sim.step import simulate_step
-from interlace.sim.strands import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +135,9 @@ def plan_figures(
     plan: Plan, strands: Mapping[str, OpGraph], costs: CostTable, micro_batches: int
 ) -> PlanFigures:
     """Simulate `plan` phase by phase and as a whole step."""
-    graphs = phase_graphs(strands, plan.ahead)
     phases, timelines = {}, {}
     for name, phase in plan.phases.items():
-        graph = graphs[name]
+        graph = phase_graph(name, strands, plan.head)
         solo = costs.of(graph)
         problem = Problem(graph, solo, costs.issue_ns, contention=costs.contention)
         timelines[name] = simulate(
@@ -151,7 +151,7 @@ def plan_figures(
         )
         peak = peak_bytes(graph, phase.order)
         phases[name] = _figures(timelines[name], lower_bound_ns(problem), peak)
-    peak = step_peak_bytes(plan, strands)
+    peak = step_peak_bytes(plan, strands, micro_batches=micro_batches)
     step = simulate_step(plan, strands, costs, micro_batches)
     bound = step_bound_ns(strands, costs, micro_batches)
     return PlanFigures(

@@ -8,7 +8,7 @@ from typing import Any
 from interlace.ir.timeline import WAIT, Timeline
 from interlace.report.plan_figures import Comparison, Figures, PlanFigures
 
-VERSION = 1
+VERSION = 2
 _LONGEST = 10
 
 

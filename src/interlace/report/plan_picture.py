@@ -18,14 +18,14 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 from matplotlib.ticker import StrMethodFormatter
 
+from interlace.ir.actions import Share, shown, strand, strands_of
 from interlace.ir.graph import COMPUTE_LANE, Kind
-from interlace.ir.phases import NEXT, PHASES
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.panels import plain
 from interlace.report.plan_figures import Comparison, Figures
-from interlace.report.slivers import Piece, pieces
-from interlace.report.tables import milliseconds, percent
+from interlace.report.short_spans import Piece, pieces
 from interlace.report.theme import FAMILIES, LIGHT, Theme
+from interlace.text import milliseconds, percent
 
 DOTS_PER_IN = 200
 WIDTH_IN = 14.0
@@ -61,18 +61,13 @@ _SHORT = {
 _BIG = (Kind.MATMUL, Kind.ATTENTION)
 _TINT = 0.55
 """How far towards white operators are drawn that are neither matmul nor attention."""
-_TITLES = {
-    "forward": "forward (first micro-batch)",
-    "pair": "pair (two micro-batches)",
-    "backward": "backward (last micro-batch)",
-}
 
 
 def plan_png(comparison: Comparison, *, subtitle: str, theme: Theme = LIGHT) -> bytes:
     """PNG, 2800 px wide, with a panel per phase of the chosen plan."""
     best = comparison.best
     end_ns = window_ns(list(best.timelines.values()))
-    names = [name for name in PHASES if name in best.timelines]
+    names = list(best.timelines)
     heights = [_panel_in(best.timelines[name]) for name in names]
     height = _TITLE_IN + _AXIS_IN + _LEGEND_IN + sum(heights)
     height += len(names) * (_HEADER_IN + _GAP_IN)
@@ -97,6 +92,13 @@ def plan_png(comparison: Comparison, *, subtitle: str, theme: Theme = LIGHT) -> 
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return buffer.getvalue()
+
+
+def phase_title(phase: str) -> str:
+    """`forward beside backward (rest+next+backward)`."""
+    walks = dict.fromkeys(str(each.direction) for each in strands_of(phase))
+    words = " beside ".join(walks)
+    return words if words == phase else f"{words} ({phase})"
 
 
 def window_ns(timelines: list[Timeline]) -> int:
@@ -144,7 +146,7 @@ def _draw_panel(
     if last:
         axes.set_xlabel("time from the start of the phase (ms)", fontsize=11, color=theme.muted)
     part = f"first {milliseconds(end_ns)} of " if timeline.length_ns > end_ns else ""
-    title = f"{_TITLES[timeline.label]}   {part}{milliseconds(timeline.length_ns)} ms"
+    title = f"{phase_title(timeline.label)}   {part}{milliseconds(timeline.length_ns)} ms"
     note = (
         f"communication {milliseconds(figures.communication_ns)} ms, exposed "
         f"{milliseconds(figures.exposed_ns)} ms, {percent(figures.hidden_fraction)} hidden"
@@ -174,7 +176,7 @@ def _draw_row(
     groups: dict[tuple[bool, tuple[str, str]], list[Piece]] = {}
     for piece in found:
         groups.setdefault((piece.is_whole, piece.group), []).append(piece)
-    for (is_wide, (strand, kind)), members in sorted(groups.items(), key=lambda item: item[0]):
+    for (is_wide, (own, kind)), members in sorted(groups.items(), key=lambda item: item[0]):
         bars = [(p.start_ns / _MS, (p.end_ns - p.start_ns) / _MS) for p in members]
         if kind == WAIT:
             face = theme.exposed if lane else theme.waiting
@@ -182,7 +184,7 @@ def _draw_row(
             style = {"facecolor": face, "edgecolor": theme.hatch, "linewidth": 0.0, "hatch": hatch}
             axes.broken_barh(bars, strip, **style)
             continue
-        color = shade(strand, kind, lane)
+        color = shade(own, kind, lane)
         edge = 0.5 if is_wide else 0.0
         style = {"facecolor": color, "edgecolor": theme.background, "linewidth": edge}
         axes.broken_barh(bars, strip, **style)
@@ -202,8 +204,9 @@ def _drawn(timeline: Timeline, lane: str) -> Iterator[tuple[Span, tuple[str, str
 
 def strand_of(span: Span) -> str:
     """`next.mm` belongs to `next`, which the timeline counts as forward."""
-    head, _, _ = span.name.partition(".")
-    return head if head == NEXT else span.strand
+    label, dot, _ = span.name.partition(".")
+    is_head = dot and shown(label) != label and strand(label).share == Share.HEAD
+    return label if is_head else span.strand
 
 
 def shade(strand: str, kind: str, lane: str) -> tuple[float, float, float]:

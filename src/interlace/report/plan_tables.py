@@ -1,20 +1,21 @@
 """What `interlace plan` prints: searches side by side, the phases of a plan, memory of a rank."""
 
-from interlace.ir.phases import PHASES
+from interlace.ir.actions import steady_phase
 from interlace.report.plan_figures import Comparison, Figures
-from interlace.report.tables import aligned, milliseconds, number, percent, size
+from interlace.text import aligned, milliseconds, number, percent, size
 
 _HEADER = ("predicted ms", "exposed ms", "hidden", "over bound", "peak memory")
 
 
 def plan_summary(comparison: Comparison) -> str:
-    """Tables of the whole step, of the pair phase and of the chosen plan's phases, and memory."""
+    """Tables of the whole step, of the phase of two micro-batches and of all phases of the chosen
+    plan; then memory."""
     lines = [
         f"step of {comparison.best.micro_batches} micro-batches (* is the chosen plan)",
         step_table(comparison),
         "",
-        "phase pair: one micro-batch forward beside another backward",
-        pair_table(comparison),
+        "the phase of two micro-batches, one forward beside another backward",
+        steady_table(comparison),
         "",
         f"phases of the chosen plan, each by itself (search {comparison.chosen})",
         phase_table(comparison),
@@ -35,10 +36,10 @@ def step_table(comparison: Comparison) -> str:
     return aligned(("search", *_HEADER, "extra", "speed-up"), rows, text_columns=1)
 
 
-def pair_table(comparison: Comparison) -> str:
+def steady_table(comparison: Comparison) -> str:
     """A row per search."""
     rows = [
-        (_marked(name, comparison), *_cells(figures.phases["pair"]))
+        (_marked(name, comparison), *_cells(figures.phases[steady_phase(figures.phases)]))
         for name, figures in comparison.searches.items()
     ]
     return aligned(("search", *_HEADER), rows, text_columns=1)
@@ -49,7 +50,7 @@ def phase_table(comparison: Comparison) -> str:
     best = comparison.best
     rows = [
         (name, f"{len(best.plan.phases[name].order):,}", *_cells(best.phases[name]))
-        for name in PHASES
+        for name in best.phases
     ]
     return aligned(("phase", "operators", *_HEADER), rows, text_columns=1)
 

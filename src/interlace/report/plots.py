@@ -15,7 +15,6 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from interlace.ir.timeline import Timeline
-from interlace.report.files import write_whole
 from interlace.report.panels import (
     COLUMNS_PER_IN,
     PLOT_IN,
@@ -28,6 +27,7 @@ from interlace.report.panels import (
     zoom_panel,
 )
 from interlace.report.theme import LIGHT, Theme, tone
+from interlace.run_files import write_whole
 
 _LEFT_IN, _RIGHT_IN, _MARGIN_IN = 1.25, 0.25, 0.25
 _WIDTH_IN = _LEFT_IN + PLOT_IN + _RIGHT_IN

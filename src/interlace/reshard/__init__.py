@@ -4,11 +4,25 @@
     plan = interlace.ReshardPlan.of(state_dict, dst_mesh, dst_placements)
     handle = plan.start(state_dict); ...; moved = handle.wait()
 
-planning/   what moves in which order, without torch
-api.py      reshard, ReshardPlan, Settings
-handle.py, flight.py, program.py   running a plan
-watch.py, meeting.py               bounded waits, errors that name a rank
 Importing this loads no torch, and nothing of tracing or training at any time.
+
+planning/        what moves in which order, without torch
+reshard_plan.py  `reshard` and `ReshardPlan`
+settings.py      what a user may set
+inputs.py        what is to move: as described, or as the source ranks hold it
+layouts.py       from DTensors and meshes to the layouts that planning knows
+link_rates.py    which host a rank is on, and rates measured between hosts
+agreement.py     all ranks agree on what moves and on the plan
+meeting.py       ranks agree through the store, so that a missing one is named
+program.py       one rank's walk through a plan: sends, receives, copies
+messages.py      which bytes of which tensors a message holds
+wire.py          bytes sent and received, with buffers of bounded size
+handle.py        a transfer under way
+flight.py        one walk of a rank through its program
+peers.py         waiting for other ranks within a transfer
+roll.py          which transfers each rank has begun, refused or given up
+watch.py         a watchdog for the ranks of one transfer
+world.py         what all plans of a world share on one rank
 """
 
 import importlib
@@ -17,9 +31,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace.reshard.api import ReshardPlan, reshard
     from interlace.reshard.handle import Handle
     from interlace.reshard.inputs import Move
+    from interlace.reshard.reshard_plan import ReshardPlan, reshard
     from interlace.reshard.settings import Settings
 
 __all__ = ["Handle", "Move", "ReshardPlan", "Settings", "reshard"]
@@ -27,9 +41,9 @@ __all__ = ["Handle", "Move", "ReshardPlan", "Settings", "reshard"]
 _HOMES = {
     "Handle": "handle",
     "Move": "inputs",
-    "ReshardPlan": "api",
+    "ReshardPlan": "reshard_plan",
     "Settings": "settings",
-    "reshard": "api",
+    "reshard": "reshard_plan",
 }
 
 

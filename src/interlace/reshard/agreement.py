@@ -10,13 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
-from interlace.reshard.hosts import (
-    ASSUMED,
-    cluster_topology,
-    host_groups,
-    host_name,
-    measured_rates,
-)
+from interlace.hardware.topology import Topology, cluster_topology, host_groups
+from interlace.ranks.agree import odd_ones
+from interlace.ranks.identity import ProcessIdentity
 from interlace.reshard.inputs import (
     Item,
     Move,
@@ -29,16 +25,15 @@ from interlace.reshard.inputs import (
     sources_claim,
 )
 from interlace.reshard.layouts import MeshRanks, layout_text
+from interlace.reshard.link_rates import ASSUMED, host_name, measured_rates
 from interlace.reshard.meeting import Meeting, agreed, check_equal, open_meeting
-from interlace.reshard.planning.plan import Plan
-from interlace.reshard.planning.planner import make_plan
-from interlace.reshard.planning.topology import Topology
+from interlace.reshard.planning.make_plan import make_plan
+from interlace.reshard.planning.transfer_plan import Plan
 from interlace.reshard.program import Program, make_program
 from interlace.reshard.roll import Roll
 from interlace.reshard.settings import Settings
 from interlace.reshard.wire import Wire
 from interlace.reshard.world import World, default_store
-from interlace.runtime.identity import ProcessIdentity
 
 _SHOWN_CHARACTERS = 300
 Claim = dict[str, object]
@@ -217,14 +212,14 @@ def _introduction(meeting: Meeting, settings: Settings) -> Claim:
 
 
 def _check_names(claims: Mapping[int, Mapping[str, Any]]) -> None:
-    first = min(claims)
-    for rank, claim in claims.items():
-        if claim["name"] != claims[first]["name"]:
-            raise InputError(
-                f"rank {rank} makes plan {claim['name']!r} where rank {first} makes plan "
-                f"{claims[first]['name']!r}",
-                hint="make plans in the same order on all ranks",
-            )
+    odd = odd_ones({rank: claim["name"] for rank, claim in claims.items()})
+    if odd is not None:
+        rank, usual = odd.ranks[0], odd.usual
+        raise InputError(
+            f"rank {rank} makes plan {claims[rank]['name']!r} where rank {usual} makes plan "
+            f"{claims[usual]['name']!r}",
+            hint="make plans in the same order on all ranks",
+        )
 
 
 def _shown(text: str) -> Claim:

@@ -134,7 +134,8 @@ class Handle:
         if self._stream is not None or self._result is not None:
             return []
         before = self._world.transfers_before(self._plan)
-        return [handle for handle in before if handle._stream is None]  # else all are issued
+        handles = [each for each in before if isinstance(each, Handle)]
+        return [handle for handle in handles if handle._stream is None]  # else all are issued
 
     def _check(self) -> None:
         if self._failure is not None:

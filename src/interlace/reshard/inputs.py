@@ -20,7 +20,7 @@ from interlace.reshard.layouts import (
     placement_texts,
 )
 from interlace.reshard.planning.layout import Layout
-from interlace.reshard.planning.plan import TensorSpec
+from interlace.reshard.planning.transfer_plan import TensorSpec
 
 Placements = Sequence[Placement]
 PlacementsOf = Placements | Mapping[str, Placements] | Callable[[str], Placements]

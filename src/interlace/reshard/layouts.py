@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from interlace.errors import InputError
 from interlace.reshard.planning.layout import PARTIAL, SHARD, Layout
-from interlace.reshard.planning.plan import TensorSpec
+from interlace.reshard.planning.transfer_plan import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

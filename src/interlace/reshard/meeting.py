@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.errors import InputError, PeerError
+from interlace.ranks.agree import listed, odd_ones
 from interlace.reshard.roll import reason
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
@@ -128,15 +129,15 @@ def agreed(
 
 
 def check_equal(claims: Mapping[int, Mapping[str, str]], what: str) -> None:
-    """Raises InputError, on all ranks alike, if a rank's digest differs from the first's."""
-    first = min(claims)
-    for rank, claim in claims.items():
-        if claim["digest"] != claims[first]["digest"]:
-            raise InputError(
-                f"rank {rank} has another {what} than rank {first}: {claim['shown']}, not "
-                f"{claims[first]['shown']}",
-                hint="make the same call with the same settings on all ranks",
-            )
+    """Raises InputError, on all ranks alike, if a rank's digest differs from that of most."""
+    odd = odd_ones({rank: claim["digest"] for rank, claim in claims.items()})
+    if odd is not None:
+        rank, usual = odd.ranks[0], odd.usual
+        raise InputError(
+            f"rank {rank} has another {what} than rank {usual}: {claims[rank]['shown']}, not "
+            f"{claims[usual]['shown']}",
+            hint="make the same call with the same settings on all ranks",
+        )
 
 
 class Pauses:
@@ -165,12 +166,7 @@ def _appears(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
 
 
 def _missing(ranks: Sequence[int], timeout_s: float) -> PeerError:
-    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {_listed(ranks)} have"
+    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {listed(ranks)} have"
     return PeerError(
         f"{who} not joined the resharding within {timeout_s:g} s", ranks=ranks, hint=_MISSING_HINT
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return ", ".join(map(str, ranks[:8])) + more

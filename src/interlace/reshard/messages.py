@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from interlace.reshard.planning.layout import Box
-from interlace.reshard.planning.plan import Part, Plan, sub_boxes
+from interlace.reshard.planning.transfer_plan import Part, Plan, sub_boxes
 
 ALIGNMENT_BYTES = 16
 """A view of a buffer as another dtype must begin at a multiple of its element size."""

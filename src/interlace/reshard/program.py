@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from interlace.reshard.messages import Boxes, Message, Region, local_region, split_parts
-from interlace.reshard.planning.plan import Part, Plan
+from interlace.reshard.planning.transfer_plan import Part, Plan
 
 
 @dataclass(frozen=True, slots=True)

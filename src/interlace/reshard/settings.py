@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from interlace.errors import InputError
-from interlace.ir.cluster import Cluster
+from interlace.hardware.cluster import Cluster
+from interlace.hardware.topology import Topology
 from interlace.reshard.messages import ALIGNMENT_BYTES
-from interlace.reshard.planning.topology import Topology
 
 _PIECES = 4  # of the buffer memory: a message is one at most, so that several are under way
 
@@ -19,7 +19,7 @@ class Settings:
     topology: Topology | None = None
     """Hosts and speeds; default: from `cluster`, or else from the host names of the ranks."""
     cluster: Cluster | None = None
-    """A cluster file (`interlace.ir.cluster.load_cluster`)."""
+    """A cluster file (`interlace.hardware.cluster.load_cluster`)."""
     measure: bool = False
     """Measure the rates between two hosts and inside one (8 MiB messages) before planning."""
     strategy: str = "auto"

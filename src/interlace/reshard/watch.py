@@ -5,19 +5,21 @@ Here a rank watches the peers that it waits for, since another may not have begu
 finds out ends all ranks of the transfer, through a verdict in the store, as in training.
 """
 
-import threading
+import os
 import time
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
 
 from interlace.errors import InterlaceError, PeerError
+from interlace.ranks.heartbeat import UNDECIDED, Observer, Peer, Verdict
+from interlace.ranks.identity import ProcessIdentity
+from interlace.ranks.launched import launcher_hosts_store
+from interlace.ranks.silence import Limits
+from interlace.ranks.watchdog import Watchdog
 from interlace.reshard.meeting import Pauses
-from interlace.runtime.heartbeat import UNDECIDED, Peer, Ring, Verdict
-from interlace.runtime.identity import ProcessIdentity
-from interlace.runtime.silence import Limits
-from interlace.runtime.watchdog import Watchdog
 
 HEARTBEAT_S = 0.5
 DEAD_AFTER_S = 2.5
@@ -28,14 +30,14 @@ promised."""
 _DONE = "done"
 _LOOK_S = 0.3  # the host of the store asks this long at once: the watchdog must see rounds go on
 _HOST_STAYS_S = 60.0
-_TICK_S = 0.1
 
 
-class PeerRing(Ring):
+class PeerRing:
     """The heartbeats of the n-th transfer of a plan; only awaited peers are watched.
 
-    A beat is "n counter", or "n done". The keys serve all transfers of a plan. A peer that is
-    between two transfers need not beat; one still in an earlier transfer must.
+    It is to a transfer what `heartbeat.Ring` is to training. A beat is "n counter", or "n done".
+    The keys serve all transfers of a plan. A peer that is between two transfers need not beat; one
+    still in an earlier transfer must.
     """
 
     def __init__(
@@ -47,12 +49,18 @@ class PeerRing(Ring):
         *,
         hosts_store: bool,
     ) -> None:
-        super().__init__(store, people[rank], len(people), LIMITS)
+        self.has_met = True
+        """A transfer waits for no other rank: `people` are known."""
         self.store_host = Peer(people[0], LIMITS) if 0 in people else None
         self.awaited: tuple[int, ...] = ()
         """The ranks that the main thread waits for; set by it."""
         self.broken = False
         """Whether a message to or from them broke: then one that was done may have died since."""
+        self._store = store
+        self._rank = rank
+        self._rounds = 0
+        self._marked_stopped = False
+        self._observer = Observer(2 * HEARTBEAT_S)
         self._people = people
         self._number = number
         self._hosts_store = hosts_store
@@ -70,7 +78,7 @@ class PeerRing(Ring):
         if not self._marked_stopped:
             self._rounds += 1
             self._beat(str(self._rounds))
-        if (verdict := self._parse(self._store.get("verdict"))) is not None:
+        if (verdict := Verdict.read(self._store.get("verdict"))) is not None:
             return verdict
         suspicion = self._suspect()
         if suspicion is None or self._suspect() is None:  # by now it may be done
@@ -79,6 +87,10 @@ class PeerRing(Ring):
         if held == suspicion and held.rank is not None:
             self._peers[held.rank].view.kill()  # paused on this host: its end frees who waits
         return held
+
+    def decide(self, verdict: Verdict) -> Verdict:
+        """Writes the verdict, unless another rank was first; returns the one that holds."""
+        return verdict.decide(self._store)
 
     def stop(self) -> bool:
         """Says that this rank is done; True once it may go.
@@ -126,7 +138,7 @@ class PeerRing(Ring):
 
     def _suspect(self) -> Verdict | None:
         """A suspicion about a peer that the main thread waits for."""
-        observed_s = self._observed_s()
+        observed_s = self._observer.since_last_look_s()
         awaited = self.awaited
         self._peers = {
             rank: self._peers.get(rank) or Peer(self._people[rank], LIMITS) for rank in awaited
@@ -146,7 +158,7 @@ class PeerRing(Ring):
         return None
 
 
-class TransferWatch(Watchdog):
+class TransferWatch:
     """Ends all ranks of one transfer within 5 s when a rank that is waited for dies or stalls.
 
     Entered by each rank before it says that it begins the transfer, so that it is heard by all who
@@ -160,24 +172,33 @@ class TransferWatch(Watchdog):
     def __init__(
         self, store: dist.Store, people: Mapping[int, ProcessIdentity], rank: int, number: int
     ) -> None:
-        super().__init__(
-            store, rank, len(people), heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_AFTER_S
-        )
-        self.hosts_store = rank == 0 and not self._host.is_launcher
+        self.hosts_store = rank == 0 and not launcher_hosts_store(os.environ)
         self._peers = PeerRing(store, people, rank, number, hosts_store=self.hosts_store)
-        self._joined = threading.Event()
+        self._watchdog = Watchdog(
+            store,
+            rank,
+            len(people),
+            heartbeat_s=HEARTBEAT_S,
+            dead_after_s=DEAD_AFTER_S,
+            heartbeats=self._peers,
+        )
 
     def __enter__(self) -> Self:
         """Returns after the first beat. Raises PeerError if the store cannot be reached."""
-        self._ring = self._peers
-        self._begin_guard()
-        self._begin_heart()
-        while not self._joined.wait(timeout=_TICK_S):
-            if self._verdict is not None:
-                self._main_leaves.set()
-                self._end_soon()
-                raise self._verdict.error()
+        self._watchdog.enter_alone()
         return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watchdog.__exit__(kind, error, trace)
+
+    def stop(self) -> None:
+        """Leaves in peace. Raises PeerError if another rank fails before that."""
+        self._watchdog.stop()
 
     def waits_for(self, peers: Sequence[int]) -> None:
         """Names the ranks that the main thread is about to wait for; () if it waits no more."""
@@ -185,22 +206,13 @@ class TransferWatch(Watchdog):
 
     def abandon(self, error: InterlaceError) -> None:
         """Ends the transfer on all other ranks by an error of this one, whose process goes on."""
-        message = f"{self._identity} failed: {error.message}"
-        self._main_leaves.set()
-        self._done.set()
-        self._peers.decide(Verdict(self._identity.rank, message, error.hint))
-        self._wake.set()
+        self._watchdog.abandon(error.message, hint=error.hint)
 
     def explain(self, error: BaseException) -> PeerError | None:
         """As in training; a peer that was done and has died since counts as well."""
         self._peers.broken = True
-        return super().explain(error)
-
-    def _watch(self, ring: Ring) -> Verdict | None:
-        self._joined.set()
-        return super()._watch(ring)
+        return self._watchdog.explain(error)
 
     def raise_verdict(self) -> None:
         """Raises PeerError if the transfer has been given up."""
-        if self._verdict is not None:
-            raise self._verdict.error()
+        self._watchdog.raise_verdict()

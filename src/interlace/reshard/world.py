@@ -2,15 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
 from interlace.reshard.roll import Roll
-
-if TYPE_CHECKING:
-    from interlace.reshard.handle import Handle
 
 
 class World:
@@ -25,7 +21,7 @@ class World:
         self._left: list[object] = []
         self._watch_connection: dist.Store | None = None
         self._rolls: WeakValueDictionary[int, Roll] = WeakValueDictionary()
-        self._under_way: WeakValueDictionary[int, Handle] = WeakValueDictionary()
+        self._under_way: WeakValueDictionary[int, object] = WeakValueDictionary()
         self._turns: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
 
     @staticmethod
@@ -64,16 +60,16 @@ class World:
         found = (roll.ahead(peer) for _, roll in sorted(self._rolls.items()))
         return [transfer for transfer in found if transfer]
 
-    def add_transfer(self, plan: int, handle: "Handle") -> None:
-        """A transfer under way."""
+    def add_transfer(self, plan: int, handle: object) -> None:
+        """The handle of a transfer under way."""
         self._under_way[plan] = handle
 
     def remove_transfer(self, plan: int) -> None:
         """The transfer of a plan has ended."""
         self._under_way.pop(plan, None)
 
-    def transfers_before(self, plan: int) -> list["Handle"]:
-        """Those under way whose plans were made before, in that order."""
+    def transfers_before(self, plan: int) -> list[object]:
+        """The handles of those under way whose plans were made before, in that order."""
         return [handle for at, handle in sorted(self._under_way.items()) if at < plan]
 
     def next_turns(self, group: dist.ProcessGroup, peers: Iterable[int]) -> dict[int, int]:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from interlace.graphs.collectives import ISSUE, WAIT, kind_of_collective
-from interlace.graphs.export import kind_of_target
+from interlace.graphs.op_graphs import kind_of_target
 from interlace.graphs.torch_private import AsyncCollectiveTensor, TorchDispatchMode, tree_leaves
 from interlace.ir.graph import COMPUTE_LANE, Kind
 from interlace.ir.timeline import WAIT as WAIT_KIND

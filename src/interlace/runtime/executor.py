@@ -1,8 +1,8 @@
-"""StrandExecutor: one optimizer step's micro-batches as F1, F2|B1, ..., FM|B(M-1), BM.
+"""StepExecutor: one optimizer step's micro-batches, action by action of a schedule.
 
 One thread issues the operators in plan order; there is no autograd engine, no hook and no second
-thread. With one strand the same graphs run one after the other: F1, B1, F2, B2, ... Either way
-micro-batch i's gradients are added before micro-batch i+1's, so the sums have the same bits.
+thread. In every schedule micro-batch i's gradients are added before micro-batch i+1's, so the sums
+have the same bits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,156 +11,156 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
 from interlace.graphs.dropout import no_dropout
 from interlace.graphs.lower import Lowered, lower
-from interlace.graphs.parts import CARRIED, Part, split
+from interlace.graphs.parts import CARRIED, LOSS, SAVED, Part
 from interlace.graphs.strides import restrided
-from interlace.graphs.trace import StrandGraph
-from interlace.ir.graph import OpGraph
-from interlace.ir.phases import (
-    AGAIN,
-    BACKWARD,
-    BEFORE,
-    FINAL,
-    FIRST,
-    FORWARD,
-    GATHER,
-    LAST,
-    NEXT,
-    REDUCE,
-    end_strands,
-    phases_of_step,
+from interlace.graphs.trace import Binding
+from interlace.ir.actions import (
+    Action,
+    Direction,
+    Share,
+    Strand,
+    labels_of,
+    sorted_labels,
+    strand,
+    strands_of,
 )
+from interlace.ir.graph import OpGraph
 from interlace.ir.plan import Plan
 from interlace.runtime.recorder import Recorder
+from interlace.schedules.finder import Schedule, find
 
 Batch = tuple[Tensor, ...]
 """The inputs of one micro-batch; those of a language model are tokens and targets."""
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, detached; shares memory with `tensor`."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+_HANDED = (SAVED, CARRIED)
+"""Roles of what one strand of a micro-batch hands to another."""
 
 
 def lower_plan(
-    graphs: Mapping[str, StrandGraph], plan: Plan, *, late_waits: bool = True
+    parts: Mapping[str, Part],
+    plan: Plan,
+    schedule: Schedule | None = None,
+    *,
+    late_waits: bool = True,
 ) -> dict[str, Lowered]:
-    """The executable graph of each phase of `plan`, also of those that follow from others;
-    `late_waits` as of `lower`."""
-    forward: StrandGraph | Part = graphs[FORWARD]
-    head: dict[str, StrandGraph | Part] = {}
-    if plan.ahead:
-        head[NEXT], forward = split(graphs[FORWARD], plan.ahead)
-    backward = {BACKWARD: graphs[BACKWARD]}
-    start, end = end_strands(graphs)
-    parts: dict[str, dict[str, StrandGraph | Part]] = {
-        FORWARD: {**_some(graphs, GATHER), start: graphs[start], **head},
-        "pair": {FORWARD: forward, **head, **backward},
-        LAST: {FORWARD: forward, **backward},
-        BACKWARD: {end: graphs[end], **_some(graphs, REDUCE)},
-        AGAIN: {FORWARD: graphs[FORWARD]},
-        BEFORE: {**backward},
-    }
-    barriers = {name: phase.barriers for name, phase in plan.phases.items()}
-    return {
-        name: lower(parts[name], order, late_waits=late_waits, barriers=barriers.get(name, ()))
-        for name, order in plan.orders.items()
-    }
+    """The executable graph of each phase of the plan's schedule; `late_waits` as of `lower`."""
+    schedule = schedule or find(plan.schedule)
+    lowered = {}
+    for phase in schedule.phases(parts, head=bool(plan.head)):
+        planned = plan.needed(phase)
+        strands = {each.label: _share(each, parts, plan.head) for each in strands_of(phase)}
+        lowered[phase] = lower(
+            strands, planned.order, late_waits=late_waits, barriers=planned.barriers
+        )
+    return lowered
 
 
-def _some(graphs: Mapping[str, StrandGraph], name: str) -> dict[str, StrandGraph]:
-    return {name: graphs[name]} if name in graphs else {}
+def _share(strand: Strand, parts: Mapping[str, Part], head: int) -> Part:
+    part = parts[strand.graph]
+    if strand.share == Share.HEAD:
+        return part.split(head)[0]
+    return part.split(head)[1] if strand.share == Share.REST else part
 
 
-def _batch_strides(forward: StrandGraph) -> dict[int, tuple[int, ...]]:
+def _inputs(parts: Mapping[str, Part], role: str) -> Iterator[tuple[Binding, Any]]:
+    """(binding, traced value) of the inputs of this role."""
+    for part in parts.values():
+        for node, binding in part.inputs.items():
+            if binding.role == role:
+                yield binding, node.meta["val"]
+
+
+def _batch_strides(parts: Mapping[str, Part]) -> dict[int, tuple[int, ...]]:
     """How the trace saw each tensor of a batch lie in memory, by index."""
-    return {
-        int(forward.bindings[node.name].target): tuple(node.meta["val"].stride())
-        for node in forward.graph.find_nodes(op="placeholder")
-        if forward.bindings[node.name].role == "batch"
-    }
+    return {int(b.target): tuple(value.stride()) for b, value in _inputs(parts, "batch")}
 
 
-def _tangent(backward: StrandGraph, device: torch.device) -> Tensor:
+def _tangent(parts: Mapping[str, Part], device: torch.device) -> Tensor:
     """The gradient of the loss with respect to itself, in the loss's type."""
-    for node in backward.graph.find_nodes(op="placeholder"):
-        if backward.bindings[node.name].role == "tangent":
-            return torch.ones((), dtype=node.meta["val"].dtype, device=device)
-    return torch.ones((), device=device)
+    dtypes = [value.dtype for _, value in _inputs(parts, "tangent")]
+    return torch.ones((), dtype=dtypes[0] if dtypes else None, device=device)
 
 
-class StrandExecutor:
+class StepExecutor:
     """Runs the micro-batches of a step through traced graphs and accumulates gradients."""
 
     def __init__(
         self,
-        graphs: Mapping[str, StrandGraph],
-        saved: Sequence[str],
+        parts: Mapping[str, Part],
         plan: Plan,
         op_graphs: Mapping[str, OpGraph],
         constants: Mapping[tuple[str, str], Tensor],
         *,
+        schedule: Schedule | None = None,
         data_ranks: int = 1,
     ) -> None:
-        """`plan` has been validated; with a `pair` phase it interleaves two strands.
+        """`plan` has been validated; `schedule` is looked up by its name if it is not given.
 
-        `saved` names the forward's outputs after the loss. `constants` are what the graphs' inputs
-        of roles `parameter`, `buffer`, `gradient`, `shard` and `shard_gradient` stand for; the
-        gradients of the mean over the micro-batches of `data_ranks` ranks are added up in them.
+        `constants` are what the graphs' inputs of roles `parameter`, `buffer`, `gradient`, `shard`
+        and `shard_gradient` stand for; the gradients of the mean over the micro-batches of
+        `data_ranks` ranks are added up in them.
         """
-        self.graphs = graphs
-        self.lowered = lower_plan(graphs, plan)
+        self.parts = parts
+        self.schedule = schedule or find(plan.schedule)
+        self.lowered = lower_plan(parts, plan, self.schedule)
         self.op_graphs = op_graphs
-        self.saved = tuple(saved)
+        self._head = bool(plan.head)
         self._constants = dict(constants)
         self._data_ranks = data_ranks
         self._alone: dict[str, Lowered] = {}
-        self._strides = _batch_strides(graphs[FORWARD])
-        self._tangent = _tangent(graphs[BACKWARD], next(iter(constants.values())).device)
+        self._actions: dict[int, tuple[Action, ...]] = {}
+        self._strides = _batch_strides(parts)
+        self._tangent = _tangent(parts, next(iter(constants.values())).device)
+        self.last_reader = _last_readers(parts)
+        """The strand after which a value that was handed over is needed no more."""
 
     def rebind(self, constants: Mapping[tuple[str, str], Tensor]) -> None:
         """From now on graphs' inputs stand for these, which are like those before."""
         self._constants.update(constants)
 
-    @property
-    def interleaves(self) -> bool:
-        """Whether two micro-batches share a graph."""
-        return "pair" in self.lowered
-
     def step(self, batches: Sequence[Batch], recorder: Recorder | None = None) -> list[Tensor]:
         """Losses of all micro-batches; gradients of their mean are added to the buffers."""
-        count = len(batches)
-        if self.interleaves and count < 2:
-            raise InputError(
-                f"two strands need at least two micro-batches per step, not {count}",
-                hint="set train.micro_batches to 2 or more, or strands to 1",
-            )
-        self._tangent.fill_(1.0 / (count * self._data_ranks))
+        actions = self._step_actions(len(batches))
+        self._tangent.fill_(1.0 / (len(batches) * self._data_ranks))
         run = StepRun(self, [self._as_traced(batch) for batch in batches], recorder)
         with self._plain_operators():
-            for phase, forward, backward in phases_of_step(self.lowered, count):
-                run.phase(phase, forward=forward, backward=backward)
-        return run.losses
+            for action in actions:
+                run.action(action)
+        return [run.losses[number] for number in sorted(run.losses)]
+
+    def _step_actions(self, count: int) -> tuple[Action, ...]:
+        if count not in self._actions:
+            actions = self.schedule.actions(count, self.parts, head=self._head)
+            for action in actions:
+                if action.phase not in self.lowered:
+                    raise InputError(
+                        f"schedule {self.schedule.name!r} runs {action} in a step of {count} "
+                        f"micro-batches, and the plan has no order for it",
+                        hint="make the phases of a schedule the same for all numbers of "
+                        "micro-batches",
+                    )
+            self._actions[count] = actions
+        return self._actions[count]
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Losses of these micro-batches, forward only, with the weights as they are now."""
-        names = [name for name in (GATHER, FORWARD) if name in self.graphs]
-        if not self._alone:
-            for name in names:
-                order = self.op_graphs[name].order
-                self._alone[name] = lower({name: self.graphs[name]}, order)
+        gathers = labels_of(self.parts, Direction.FORWARD, Share.ONCE)
+        forwards = labels_of(self.parts, Direction.FORWARD, Share.WHOLE)
+        for name in (*gathers, *forwards):
+            if name not in self._alone:
+                self._alone[name] = lower({name: self.parts[name]}, self.op_graphs[name].order)
         losses = []
         with self._plain_operators():
-            if GATHER in self._alone:
-                StepRun(self, [], None).outputs(self._alone[GATHER], {})
+            for name in gathers:
+                StepRun(self, [], None).outputs(self._alone[name], {name: 0})
             for batch in batches:
                 run = StepRun(self, [(*self._as_traced(batch), no_dropout())], None)
-                losses.append(run.outputs(self._alone[FORWARD], {FORWARD: 1})[0])
+                for name in forwards:
+                    run.run(self._alone[name], {name: 1})
+                losses.append(run.losses[1])
         return losses
 
     def _as_traced(self, batch: Batch) -> Batch:
@@ -182,54 +182,67 @@ class StrandExecutor:
         return self._tangent if role == "tangent" else self._constants[role, target]
 
 
+def _last_readers(parts: Mapping[str, Part]) -> dict[Binding, set[str]]:
+    """By value that is handed over: the last strand of a micro-batch's walk that reads it, and the
+    one that runs in its place at the end of a step."""
+    found: dict[Binding, set[str]] = {}
+    for label in sorted_labels(parts):
+        for binding in parts[label].inputs.values():
+            if binding.role not in _HANDED:
+                continue
+            if strand(label).share == Share.END:
+                found.setdefault(binding, set()).add(label)
+            else:
+                found[binding] = {label}
+    return found
+
+
 class StepRun:
-    """The values that phases of one step hand to each other."""
+    """The values that actions of one step hand to each other."""
 
     def __init__(
-        self, executor: StrandExecutor, batches: Sequence[Batch], recorder: Recorder | None
+        self, executor: StepExecutor, batches: Sequence[Batch], recorder: Recorder | None
     ) -> None:
         self.executor = executor
         self.batches = batches
         self.recorder = recorder
-        self.losses: list[Tensor] = []
-        self.saved: dict[str, Any] = {}
-        self.carried: dict[str, Any] = {}
+        self.losses: dict[int, Tensor] = {}
+        """By micro-batch, which counts from 1."""
+        self.handed: dict[tuple[int, Binding], Any] = {}
+        """What strands of a micro-batch hand to later ones."""
 
-    def phase(self, name: str, *, forward: int = 0, backward: int = 0) -> None:
-        """Run one phase; `saved` and `carried` are emptied first, so that values die at their
-        last use. `forward` and `backward` are the 1-based micro-batches of the strands."""
-        lowered = self.executor.lowered[name]
-        of = {
-            GATHER: forward,
-            FIRST: forward,
-            FORWARD: forward,
-            NEXT: forward + 1,
-            BACKWARD: backward,
-            FINAL: backward,
-            REDUCE: backward,
-        }
-        self._take(lowered, self.outputs(lowered, of))
+    def action(self, action: Action) -> None:
+        """Run one action. Values leave the store with their last reader, so they die at their last
+        use."""
+        micro_batch = {slot.strand.label: slot.micro_batch for slot in action.slots}
+        self.run(self.executor.lowered[action.phase], micro_batch)
 
-    def outputs(self, lowered: Lowered, of: Mapping[str, int]) -> Sequence[Any]:
-        """Run a graph; `of` gives the micro-batch of each strand."""
+    def run(self, lowered: Lowered, micro_batch: Mapping[str, int]) -> None:
+        """Run a graph and keep what it hands over; `micro_batch` is that of each strand."""
+        made = self.outputs(lowered, micro_batch)
+        for (label, name), value in zip(lowered.outputs, made, strict=True):
+            if name == LOSS:
+                self.losses[micro_batch[label]] = value
+            elif name.role in _HANDED:
+                self.handed[micro_batch[label], name] = value
+
+    def outputs(self, lowered: Lowered, micro_batch: Mapping[str, int]) -> Sequence[Any]:
+        """What a graph returns; `micro_batch` is that of each strand."""
         inputs = []
-        for strand, binding in lowered.inputs:
+        for label, binding in lowered.inputs:
             if binding.role == "batch":
-                inputs.append(self.batches[of[strand] - 1][int(binding.target)])
-            elif binding.role == "saved":
-                inputs.append(self.saved.pop(binding.target))
-            elif binding.role == CARRIED:
-                inputs.append(self.carried.pop(binding.target))
+                inputs.append(self.batches[micro_batch[label] - 1][int(binding.target)])
+            elif binding.role in _HANDED:
+                inputs.append(self._take(label, binding, micro_batch[label]))
             else:
                 inputs.append(self.executor.constant(binding.role, binding.target))
         if self.recorder is None:
             return lowered.module(inputs)
-        return self.recorder.run(lowered, inputs, of)
+        return self.recorder.run(lowered, inputs, micro_batch)
 
-    def _take(self, lowered: Lowered, outputs: Sequence[Any]) -> None:
-        made = list(zip(lowered.outputs, outputs, strict=True))
-        finished = [value for (strand, _), value in made if strand in (FIRST, FORWARD)]
-        if finished:
-            self.losses.append(finished[0])
-            self.saved = dict(zip(self.executor.saved, finished[1:], strict=True))
-        self.carried = {name: value for (strand, name), value in made if strand == NEXT}
+    def _take(self, label: str, binding: Binding, micro_batch: int) -> Any:
+        """A value that was handed over; it leaves the store unless a later strand reads it."""
+        last = self.executor.last_reader.get(binding)
+        if last is None or label in last:
+            return self.handed.pop((micro_batch, binding))
+        return self.handed[micro_batch, binding]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
+from interlace.parallel.local_parts import local
 from interlace.parallel.tensor import finish_gradients
-from interlace.runtime.executor import local
 
 
 class ParameterGradients:

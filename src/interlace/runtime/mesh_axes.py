@@ -9,7 +9,7 @@ from interlace.config import ParallelConfig
 from interlace.errors import InputError
 from interlace.graphs.collectives import group_of, is_collective
 from interlace.graphs.spread import ranks_of
-from interlace.ir.phases import BACKWARD, FORWARD
+from interlace.ir.actions import Share, strand
 from interlace.parallel.data import Axis, DataLayout, replicated_layout
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS
 from interlace.runtime.strands import Strands
@@ -64,8 +64,8 @@ def data_rank_of(mesh: DeviceMesh | None, strands: Strands) -> int:
         if isinstance(parameter, DTensor)
         for axis in range(parameter.device_mesh.ndim)
     }
-    for name in (FORWARD, BACKWARD):
-        nodes = strands.graphs[name].graph.nodes
+    for name, graph in strands.graphs.items():
+        nodes = graph.graph.nodes if strand(name).share != Share.ONCE else ()
         shared |= {ranks_of(group_of(node)) for node in nodes if is_collective(node)}
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     found = 0

@@ -16,8 +16,8 @@ from torch import fx
 
 from interlace.graphs.collectives import ISSUE, Pending, wait
 from interlace.graphs.lower import Lowered
+from interlace.ir.actions import shown, strand
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
-from interlace.ir.phases import BASE_STRAND, PASS
 from interlace.ir.timeline import WAIT, Span, Timeline
 
 SETTLE_S = 1.0
@@ -163,8 +163,8 @@ class Recorder:
             return getattr(root, str(node.target))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         part = node.meta["strand"]
-        strand = BASE_STRAND.get(part, part)
-        event = _Event(node.meta["name"], strand, micro_batch.get(part, 0), self.clock.now())
+        graph = strand(part).graph
+        event = _Event(node.meta["name"], graph, micro_batch.get(part, 0), self.clock.now())
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         event.end = self.clock.now()
         event.is_wait = node.target is wait
@@ -173,7 +173,7 @@ class Recorder:
         elif node.target in _ISSUERS:
             event.is_collective = True
             self.clock.after(result, lambda stamp: setattr(event, "done", stamp))
-        elif event.name not in self.graphs[strand].by_id:
+        elif event.name not in self.graphs[graph].by_id:
             return result
         self.events.append(event)
         return result
@@ -195,8 +195,8 @@ class Recorder:
         lane_free: dict[str, int] = {}
         for event in self.events:
             begin, end = ns(event.start) - origin, ns(event.end) - origin
-            strand = event.strand if own_names else PASS.get(event.strand, event.strand)
-            common = {"strand": strand, "micro_batch": event.micro_batch}
+            name = event.strand if own_names else shown(event.strand)
+            common = {"strand": name, "micro_batch": event.micro_batch}
             op = self.graphs[event.strand].by_id[event.name]
             if event.is_wait:
                 spans.append(Span(event.name, WAIT, COMPUTE_LANE, begin, end, **common))

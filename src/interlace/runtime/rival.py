@@ -2,18 +2,20 @@
 
 from interlace.errors import InputError
 from interlace.graphs.inductor import inductor_order
+from interlace.ir.actions import strands_of
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import BACKWARD, FORWARD, PHASES, phase_graphs
+from interlace.ir.phases import phase_graph
 from interlace.ir.plan import PhasePlan, Plan
-from interlace.runtime.strands import Strands
-from interlace.sim.strands import simulate
+from interlace.runtime.strands import BACKWARD, FORWARD, Strands
+from interlace.schedules.finder import find
+from interlace.sim.lanes import simulate
 
 
 def inductor_plan(strands: Strands, costs: CostTable) -> Plan:
     """The scheduler's order of each phase, from the same times as any search.
 
-    It moves operators little, so of the pair it is given an order in which both strands progress
+    It moves operators little, so of two strands it is given an order in which both strands progress
     alike. Raises InputError where torch has no such scheduler, and for a step that gathers weights
     or reduces gradients outside of micro-batches.
     """
@@ -26,11 +28,12 @@ def inductor_plan(strands: Strands, costs: CostTable) -> Plan:
             "parallel.reduce to micro_batch",
         )
     traced = {name: strands.graphs[name] for name in (FORWARD, BACKWARD)}
-    graphs = phase_graphs(strands.op_graphs, 0)
+    schedule = find("two_strand")
     phases = {}
-    for phase in PHASES:
-        graph, solo_ns = graphs[phase], costs.of(graphs[phase])
-        if phase == "pair":
+    for phase in schedule.phases(strands.op_graphs):
+        graph = phase_graph(phase, strands.op_graphs, 0)
+        solo_ns = costs.of(graph)
+        if len(strands_of(phase)) > 1:
             order = inductor_order(traced, alternating(graph, solo_ns), solo_ns)
         else:
             full = {f"{phase}.{name}": ns for name, ns in solo_ns.items()}
@@ -40,7 +43,7 @@ def inductor_plan(strands: Strands, costs: CostTable) -> Plan:
             graph, order, solo_ns, issue_ns=costs.issue_ns, contention=costs.contention
         )
         phases[phase] = PhasePlan(order, timeline.length_ns, timeline.exposed_ns())
-    return Plan("inductor", strands.digest, costs.digest, phases)
+    return Plan("inductor", strands.digest, costs.digest, schedule.name, phases)
 
 
 def alternating(graph: OpGraph, solo_ns: dict[str, int]) -> tuple[str, ...]:

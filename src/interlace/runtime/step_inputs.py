@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from interlace.errors import InputError
-from interlace.ir.phases import FORWARD
 from interlace.parallel.meshes import REPLICATE_AXIS
 from interlace.runtime.executor import Batch
 from interlace.runtime.strands import Strands
@@ -31,7 +30,7 @@ def check_wrappers(module: nn.Module) -> None:
 
 def check_loss(strands: Strands) -> None:
     """Raise InputError unless the traced loss is one number that depends on a parameter."""
-    loss = strands.graphs[FORWARD].outputs[0].meta["val"]
+    loss = strands.loss.meta["val"]
     if loss.shape or not loss.is_floating_point():
         raise InputError(
             f"loss_fn gives {_described(loss)}, not one number",

@@ -1,6 +1,6 @@
 """From a laid-out module to something that runs: trace, share over data-parallel ranks, export.
 
-`Strands` holds everything that is needed to plan and to run one chunk on this rank. It is built
+`Strands` holds everything that is needed to plan and to run the model on this rank. It is built
 once; executors for one and for two strands share its graphs and gradient buffers.
 """
 
@@ -9,42 +9,52 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import Placement
 
-from interlace.decompose.apply import Decompose, decompose_chunk
 from interlace.decompose.listing import Listing, with_others
+from interlace.decompose.rewrite.apply import Decompose, decompose_chunk
 from interlace.errors import InputError
 from interlace.graphs.accumulate import accumulate_gradients
 from interlace.graphs.collectives import is_collective
 from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
-from interlace.graphs.dropout import fix_dropout
-from interlace.graphs.export import export, output_storages
+from interlace.graphs.dropout import fix_dropout, takes_seeds
 from interlace.graphs.gradient_layouts import check_parameters, lay_out_gradients
+from interlace.graphs.op_graphs import export, output_storages
+from interlace.graphs.parts import LOSS, SAVED, Part
 from interlace.graphs.recompute import KEEP_ALL, RecomputePolicy, with_recompute
 from interlace.graphs.repeat import trace_repeated
 from interlace.graphs.strides import same_strides, without_overlap
 from interlace.graphs.torch_private import Reads
-from interlace.graphs.trace import ChunkGraphs, StrandGraph, trace_chunk
+from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, trace_chunk
+from interlace.ir.actions import Direction, Share, Strand, strand
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import BACKWARD, FORWARD, GATHER, REDUCE, pair_graph
-from interlace.ir.plan import Plan, sequential
+from interlace.ir.phases import whole_graph
+from interlace.ir.plan import Plan
 from interlace.parallel.data import DataLayout
-from interlace.runtime.executor import Batch, StrandExecutor, local
+from interlace.parallel.local_parts import local
+from interlace.runtime.executor import Batch, StepExecutor
+from interlace.schedules.finder import Schedule, sequential, validate
+
+FORWARD, BACKWARD = (Strand(direction).graph for direction in Direction)
+GATHER, REDUCE = (Strand(direction, share=Share.ONCE).graph for direction in Direction)
+"""Names of the graphs that are made here (`ir.actions`)."""
 
 
 @dataclass(frozen=True)
 class Strands:
-    """A traced chunk: graphs to run and graphs to plan on."""
+    """A traced model: graphs to run and graphs to plan on."""
 
     module: nn.Module
     graphs: Mapping[str, StrandGraph]
-    """`forward`; `backward` with accumulation into buffers, which has no outputs; `gather` and
-    `reduce` if data-parallel ranks exchange something once a step."""
+    """As traced: `forward`; `backward` with accumulation into buffers, which has no outputs;
+    `gather` and `reduce` if data-parallel ranks exchange something once a step."""
+    parts: Mapping[str, Part]
+    """What each strand runs: a whole graph, or one chunk of it. Inputs and outputs have names."""
     op_graphs: Mapping[str, OpGraph]
-    """The same strands as a planner sees them."""
+    """The same parts as a planner sees them."""
     saved: tuple[str, ...]
-    """Names of the forward's outputs after the loss."""
+    """Names of the values that a forward keeps for its backward."""
     parameters: tuple[str, ...]
     """Names of the parameters that get a gradient."""
     placements: Mapping[str, tuple[Placement, ...] | None]
@@ -60,7 +70,7 @@ class Strands:
     @cached_property
     def pair(self) -> OpGraph:
         """All strands in one graph."""
-        return pair_graph(self.op_graphs)
+        return whole_graph(self.op_graphs)
 
     @property
     def digest(self) -> str:
@@ -77,17 +87,48 @@ class Strands:
         every_name = self.module.named_buffers(remove_duplicate=False)
         return {("buffer", name): local(buffer) for name, buffer in every_name}
 
-    def executor(self, plan: Plan, constants: Mapping[tuple[str, str], Tensor]) -> StrandExecutor:
+    @property
+    def loss(self) -> fx.Node:
+        """The node of the loss, in the one part that gives it."""
+        return next(
+            node
+            for part in self.parts.values()
+            for node, name in zip(part.outputs, part.names, strict=True)
+            if name == LOSS
+        )
+
+    @property
+    def takes_seeds(self) -> bool:
+        """Whether a forward takes seeds of dropout behind its batch."""
+        return takes_seeds(self.graphs[FORWARD])
+
+    @property
+    def forward_lanes(self) -> set[str]:
+        """The mesh axes over which forwards communicate."""
+        return {
+            op.lane
+            for name, graph in self.op_graphs.items()
+            if strand(name) == Strand(Direction.FORWARD, strand(name).chunk)
+            for op in graph.collectives
+        }
+
+    def executor(
+        self,
+        plan: Plan,
+        constants: Mapping[tuple[str, str], Tensor],
+        schedule: Schedule | None = None,
+    ) -> StepExecutor:
         """Something that runs steps as planned. `constants` holds what the graphs' inputs of roles
-        `parameter`, `gradient`, `shard` and `shard_gradient` stand for, by (role, target).
+        `parameter`, `gradient`, `shard` and `shard_gradient` stand for, by (role, target);
+        `schedule` is looked up by the plan's name if it is not given.
         Raises InputError for an invalid plan."""
-        plan.validate(self.op_graphs, "plan")
-        return StrandExecutor(
-            self.graphs,
-            self.saved,
+        validate(plan, self.op_graphs, "plan", schedule)
+        return StepExecutor(
+            self.parts,
             plan,
             self.op_graphs,
             checked(self.graphs, {**self.buffers(), **constants}),
+            schedule=schedule,
             data_ranks=self.data.ranks if self.data else 1,
         )
 
@@ -199,9 +240,11 @@ def share(
     axes = dict(axis_of_group)
     outputs = ("loss", *chunk.saved)
     storages = {BACKWARD: output_storages(chunk.forward, outputs)}
+    names = {FORWARD: (LOSS, *(Binding(SAVED, name) for name in chunk.saved))}
     return Strands(
         module,
         graphs,
+        {name: Part.whole(graph, names.get(name, ())) for name, graph in graphs.items()},
         {name: export(graph, axes, storages.get(name, {})) for name, graph in graphs.items()},
         chunk.saved,
         chunk.parameters,

@@ -1,1 +1,23 @@
-"""Searches: a graph and costs in, an issue order out. Torch-free."""
+"""Searches: a graph and costs in, an issue order out. Torch-free.
+
+planner.py          a phase, or a whole step, planned by a search chosen by name
+problem.py          the problem that every search solves
+limits.py           how much memory a plan may take
+exact.py            merge of main chains and fillers, then polish
+chains.py           main chains and fillers of a graph
+merge_chains.py     two chains merged by dynamic programming
+list_scheduling.py  event-driven list scheduling
+paper.py            the published baseline: segment pairs with barriers
+optimal.py          proven optima of small problems
+polish.py           an order improved by moving operators
+window.py           an order changed a window at a time
+window_memory.py    its memory
+evaluator.py        how long an order takes, fast
+heads.py            how much of the forward runs one phase ahead
+tight.py            orders for little memory
+memory.py           peak memory of an order, counted from liveness
+job_memory.py       bytes that a job keeps alive, by what was issued
+bounds.py           times that no order of a phase can beat
+slow_bounds.py      a bound that knows how lanes slow each other down
+step_bounds.py      a time that no order of a whole step can beat
+"""

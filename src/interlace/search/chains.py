@@ -9,12 +9,9 @@ collective or cut where they get long, so that the other job may take a turn.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from interlace.ir.actions import Share, label_of, strand
 from interlace.ir.graph import Operator, OpGraph
-from interlace.ir.phases import BACKWARD, FORWARD, GATHER, NEXT, PASS, REDUCE
 from interlace.search.problem import Problem
-
-_JOBS = {**PASS, GATHER: FORWARD, REDUCE: BACKWARD}
-"""Strands that share the chain of another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +52,15 @@ class Chain:
     fillers: tuple[Filler, ...] = ()
 
 
-def strand_of(operator: str) -> str:
-    """`forward` of `forward.mm_3`; empty in a graph of one strand."""
-    return operator.rpartition(".")[0]
+def job_of(label: str) -> str:
+    """The job that a strand belongs to: its walk through the model, forward or backward. All
+    operators of a graph of one strand, which have no label, are one job."""
+    return strand(label).walk if label else ""
 
 
-def job_of(strand: str) -> str:
-    """The job that a strand belongs to: `forward`, `backward`, or one of its own."""
-    return _JOBS.get(strand, strand)
+def _is_head(label: str) -> bool:
+    """Whether a strand works for a later micro-batch than the others of its walk."""
+    return bool(label) and strand(label).share == Share.HEAD
 
 
 def jobs(graph: OpGraph) -> dict[str, list[Operator]]:
@@ -72,16 +70,14 @@ def jobs(graph: OpGraph) -> dict[str, list[Operator]]:
     later micro-batch are a job of their own, unless they need what is gathered for both: chains
     are merged as if no job needed another.
     """
-    alone = len({job_of(strand_of(op.id)) for op in graph.operators}) == 1 and all(
-        strand_of(source) == NEXT
-        for op in graph.operators
-        if strand_of(op.id) == NEXT
-        for source in op.inputs
+    heads = {op.id for op in graph.operators if _is_head(label_of(op.id))}
+    alone = len({job_of(label_of(op.id)) for op in graph.operators}) == 1 and all(
+        source in heads for op in graph.operators if op.id in heads for source in op.inputs
     )
     found: dict[str, list[Operator]] = {}
-    for op in sorted(graph.operators, key=lambda op: strand_of(op.id) == NEXT):  # stable
-        strand = strand_of(op.id)
-        job = NEXT if alone and strand == NEXT else job_of(strand)
+    for op in sorted(graph.operators, key=lambda op: op.id in heads):  # stable
+        label = label_of(op.id)
+        job = label if alone and op.id in heads else job_of(label)
         found.setdefault(job, []).append(op)
     return found
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interlace.ir.graph import OpGraph
-from interlace.ir.plan import sequential
+from interlace.schedules.finder import sequential
 from interlace.search.memory import step_peak_bytes
 
 

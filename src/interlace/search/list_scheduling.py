@@ -14,9 +14,8 @@ the result is never predicted to be slower than running the strands one after th
 import heapq
 from collections.abc import Sequence
 
-from interlace.ir.phases import FORWARD
+from interlace.ir.actions import Direction, label_of, strand
 from interlace.search.bounds import longest_paths
-from interlace.search.chains import job_of, strand_of
 from interlace.search.evaluator import Evaluator
 from interlace.search.problem import Problem
 
@@ -32,14 +31,14 @@ def order_list(problem: Problem) -> tuple[str, ...]:
 
 def list_orders(problem: Problem, world: Evaluator) -> list[list[int]]:
     """The sequential order and one list schedule for each scale."""
-    strands = [strand_of(op.id) for op in problem.graph.operators]
+    strands = [label_of(op.id) for op in problem.graph.operators]
     return [list(range(len(world.names))), *_schedules(world, strands)]
 
 
 def _schedules(world: Evaluator, strands: Sequence[str]) -> list[list[int]]:
     by_name = longest_paths(world.graph, dict(zip(world.names, world.time, strict=True)))
     paths = [by_name[name] for name in world.names]
-    faster = [job_of(strand) == FORWARD for strand in strands]
+    faster = [bool(each) and strand(each).direction == Direction.FORWARD for each in strands]
     scales = SCALES if any(faster) and not all(faster) else (1.0,)
     found = []
     for scale in scales:

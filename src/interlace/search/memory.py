@@ -11,9 +11,11 @@ So what is alive depends on the set of operators issued, not on their order.
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from interlace.ir.actions import Action, label_of
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import phase_graphs
+from interlace.ir.phases import phase_graph
 from interlace.ir.plan import Plan
+from interlace.schedules.finder import MOST, Schedule, find
 
 
 class Liveness:
@@ -118,7 +120,52 @@ def peak_bytes(graph: OpGraph, order: Sequence[str]) -> int:
     return peak_of(values, [values.number[name] for name in order])
 
 
-def step_peak_bytes(plan: Plan, graphs: Mapping[str, OpGraph]) -> int:
-    """The largest peak of the phases that a step of `plan` runs; `graphs` are the strands'."""
-    of_phase = phase_graphs(graphs, plan.ahead)
-    return max(peak_bytes(of_phase[name], order) for name, order in plan.orders.items())
+def step_peak_bytes(
+    plan: Plan,
+    graphs: Mapping[str, OpGraph],
+    schedule: Schedule | None = None,
+    *,
+    micro_batches: int = MOST,
+) -> int:
+    """The largest number of bytes alive in a step of `plan`; `graphs` are those of the strands.
+
+    To the peak of each phase come the values of micro-batches that are on their way meanwhile:
+    what the next strand of each is given."""
+    schedule = schedule or find(plan.schedule)
+    of_phase: dict[str, OpGraph] = {}
+    peaks: dict[str, int] = {}
+    for name in schedule.phases(graphs, head=bool(plan.head)):
+        of_phase[name] = phase_graph(name, graphs, plan.head)
+        peaks[name] = peak_bytes(of_phase[name], plan.needed(name).order)
+    actions = schedule.actions(max(2, micro_batches), graphs, head=bool(plan.head))
+    resting = _resting_bytes(actions, of_phase)
+    held = [peaks[a.phase] + more for a, more in zip(actions, resting, strict=True)]
+    return max(*peaks.values(), *held)
+
+
+def _resting_bytes(actions: Sequence[Action], of_phase: Mapping[str, OpGraph]) -> list[int]:
+    """By action: bytes saved for micro-batches that have begun, are not at an end, and have no
+    strand in that action."""
+    resting: list[int] = []
+    waiting: dict[int, int] = {}
+    for action in reversed(actions):
+        present = {slot.micro_batch for slot in action.slots}
+        resting.append(sum(size for index, size in waiting.items() if index not in present))
+        taken = _saved_bytes(of_phase[action.phase])
+        sizes: dict[int, int] = {}
+        for slot in action.slots:
+            label = slot.strand.label if len(action.slots) > 1 else ""
+            size = sizes.get(slot.micro_batch, 0) + taken.get(label, 0)
+            sizes[slot.micro_batch] = size
+        waiting |= sizes
+    return resting[::-1]
+
+
+def _saved_bytes(graph: OpGraph) -> dict[str, int]:
+    """By label of strand: bytes of what it is given of an earlier strand."""
+    found: dict[str, int] = {}
+    for given in graph.inputs:
+        if given.role == "saved":
+            label = label_of(given.id)
+            found[label] = found.get(label, 0) + given.bytes
+    return found

@@ -1,23 +1,24 @@
 """Plan a phase, or a whole step, with a search chosen by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from interlace.errors import InputError, nearest
 from interlace.ir.costs import Contention, CostTable
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
-from interlace.ir.phases import PHASES, pair_graph, phase_graphs
-from interlace.ir.plan import PhasePlan, Plan
+from interlace.ir.phases import phase_graph, whole_graph
+from interlace.ir.plan import PhasePlan, Plan, without_heads
 from interlace.ir.timeline import WAIT, Timeline
+from interlace.schedules.finder import Schedule, find
 from interlace.search.exact import order_exact
+from interlace.search.heads import choose_head
 from interlace.search.limits import MemoryLimits
 from interlace.search.list_scheduling import order_list
 from interlace.search.memory import peak_bytes
 from interlace.search.paper import order_paper
 from interlace.search.problem import Problem
-from interlace.search.rotate import choose_ahead
 from interlace.search.tight import smallest_peak
-from interlace.sim.strands import simulate
+from interlace.sim.lanes import simulate
 
 Found = tuple[tuple[str, ...], tuple[str, ...]]
 """(order, operators that a barrier follows)."""
@@ -62,34 +63,47 @@ def make_plan(
     search: str,
     *,
     limits: MemoryLimits = NO_LIMITS,
+    schedule: Schedule | None = None,
 ) -> Plan:
     """Plan every phase of a step. Deterministic: equal graphs and costs, equal plan.
 
-    `graphs` are those of the strands. Raises InputError for an unknown search, or if a phase
-    needs more than the bound of `limits`. `list` and `paper` know no other limit than that."""
+    `graphs` are those of the strands; `schedule` is that of two strands if it is not given.
+    Raises InputError for an unknown search, or if a phase needs more than the bound of `limits`.
+    `list` and `paper` know no other limit than that."""
     if search not in SEARCHES:
         raise InputError(f"unknown search {search!r}", hint=nearest(search, SEARCHES))
     best = SEARCHES[search].optimises
+    schedule = schedule or find("two_strand")
     aim = limits.aim(graphs) if best else limits.bound_bytes
 
     def problem(graph: OpGraph) -> Problem:
         solo = costs.of(graph)
         return Problem(graph, solo, costs.issue_ns, aim, costs.contention)
 
-    def phases(ahead: int) -> dict[str, PhasePlan]:
-        of_phase = phase_graphs(graphs, ahead)
-        return {name: plan_phase(problem(of_phase[name]), search) for name in PHASES}
+    def phases(head: int) -> dict[str, PhasePlan]:
+        return {
+            name: plan_phase(problem(phase_graph(name, graphs, head)), search)
+            for name in searched_phases(schedule.phases(graphs, head=bool(head)))
+        }
 
-    ahead = 0
+    head = 0
     if best:
-        ahead = choose_ahead(graphs, lambda graph: _quickened(problem(graph)))
+        head = choose_head(graphs, schedule, lambda graph: _quickened(problem(graph)))
     try:
-        planned = phases(ahead)
+        planned = phases(head)
     except InputError:
-        if not ahead:
+        if not head:
             raise
-        ahead, planned = 0, phases(0)  # a head keeps more values: the bound may allow none
-    return Plan(search, pair_graph(graphs).digest, costs.digest, planned, ahead)
+        head, planned = 0, phases(0)  # a head keeps more values: the bound may allow none
+    digest = whole_graph(graphs).digest
+    return Plan(search, digest, costs.digest, schedule.name, planned, head)
+
+
+def searched_phases(phases: Sequence[str]) -> list[str]:
+    """Those that need an order of their own: a phase that is another one without heads runs in
+    the order of that one."""
+    headed = {without_heads(name) for name in phases if without_heads(name) != name}
+    return [name for name in phases if name not in headed]
 
 
 def plan_phase(problem: Problem, search: str) -> PhasePlan:

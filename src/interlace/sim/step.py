@@ -1,34 +1,22 @@
-"""Simulate a whole step: every phase of every micro-batch, with nothing emptied in between.
+"""Simulate a whole step: every action of a schedule, with nothing emptied in between.
 
-A collective that one phase issues may end in the next one, so a step is a little shorter than
+A collective that one action issues may end in the next one, so a step is a little shorter than
 the sum of its phases. Gradient clipping and the optimizer are not part of it.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from interlace.ir.actions import Action, Slot, label_of, strand
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import (
-    AGAIN,
-    BACKWARD,
-    BASE_STRAND,
-    BEFORE,
-    FINAL,
-    FIRST,
-    FORWARD,
-    GATHER,
-    LAST,
-    NEXT,
-    PASS,
-    REDUCE,
-    STRANDS,
-    end_strands,
-    phase_graphs,
-    phases_of_step,
-)
+from interlace.ir.phases import phase_graph
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
-from interlace.sim.strands import Rank, Transfer
+from interlace.schedules.finder import Schedule, find
+from interlace.sim.lanes import Rank, Transfer
+
+_Across = dict[tuple[str, str], list[tuple[str, str]]]
+"""(graph, operator) -> the operators of other graphs of its micro-batch that it waits for."""
 
 
 def simulate_step(
@@ -37,67 +25,81 @@ def simulate_step(
     costs: CostTable,
     micro_batches: int,
     *,
+    schedule: Schedule | None = None,
     label: str = "predicted",
 ) -> Timeline:
-    """The timeline of one step of `micro_batches` under `plan`; `graphs` are those of the strands.
-    A plan without a `pair` phase runs one strand."""
-    strands = {name: graphs[name] for name in STRANDS if name in graphs}
-    times = {name: costs.of(graph) for name, graph in strands.items()}
-    across = _across(phase_graphs(graphs, plan.ahead))
+    """The timeline of one step of `micro_batches` under `plan`; `graphs` are those of the strands,
+    and `schedule` is looked up by the plan's name if it is not given."""
+    schedule = schedule or find(plan.schedule)
+    actions = schedule.actions(micro_batches, graphs, head=bool(plan.head))
+    phases = {action.phase for action in actions}
+    of_phase = {name: phase_graph(name, graphs, plan.head) for name in phases}
+    times = {name: costs.of(graph) for name, graph in graphs.items()}
+    across = _across(of_phase) | _between_chunks(graphs)
     rank = Rank(costs.issue_ns, costs.contention)
     flying: dict[tuple[str, int, str], Transfer] = {}
-    for strand, micro_batch, name, stop in _operators(plan, strands, micro_batches):
-        op = strands[strand].by_id[name]
-        shown = PASS.get(strand, strand)
-        sources = [(strand, micro_batch, source) for source in op.inputs]
-        sources += [
-            (other, micro_batch, source) for other, source in across.get((strand, name), ())
-        ]
+    for slot, name, stop in _operators(plan, actions):
+        graph, index = slot.strand.graph, slot.micro_batch
+        op = graphs[graph].by_id[name]
+        sources = [(graph, index, source) for source in op.inputs]
+        sources += [(other, index, source) for other, source in across.get((graph, name), ())]
         rank.wait(flying[source] for source in sources if source in flying)
-        ns = times[strand][name]
+        ns = times[graph][name]
         if op.is_collective:
-            flying[strand, micro_batch, name] = rank.collective(op, ns, shown, micro_batch)
+            flying[graph, index, name] = rank.collective(op, ns, slot.strand.shown, index)
         else:
-            rank.compute(op, ns, shown, micro_batch)
+            rank.compute(op, ns, slot.strand.shown, index)
         if stop:
             rank.wait(rank.in_flight())
     return Timeline(label, 0, rank.finish())
 
 
-def _across(of_phase: Mapping[str, OpGraph]) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """What each operator waits for in another strand of its own micro-batch."""
-    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+def _across(of_phase: Mapping[str, OpGraph]) -> _Across:
+    """What each operator waits for in another graph that works in the same memory."""
+    found: _Across = {}
     for graph in of_phase.values():
         for op in graph.operators:
-            strand, _, name = op.id.rpartition(".")
-            strand = BASE_STRAND.get(strand, strand)
+            own = _graph_of(op.id)
             for source in op.inputs:
-                other, _, own = source.rpartition(".")
-                if BASE_STRAND.get(other, other) != strand:
-                    found.setdefault((strand, name), []).append((other, own))
+                other = _graph_of(source)
+                if other != own:
+                    key = (own, op.id.rpartition(".")[2])
+                    found.setdefault(key, []).append((other, source.rpartition(".")[2]))
     return found
 
 
-def _operators(
-    plan: Plan, strands: Container[str], micro_batches: int
-) -> Iterator[tuple[str, int, str, bool]]:
-    """(strand, micro-batch, operator, whether a barrier follows) in the order of issue."""
-    orders = plan.orders
-    alone = {FORWARD: end_strands(strands)[0], BACKWARD: end_strands(strands)[1]}
-    alone |= {AGAIN: FORWARD, BEFORE: BACKWARD}
-    for phase, forward, backward in phases_of_step(orders, micro_batches):
-        planned = plan.phases.get("pair" if phase == LAST else phase)
-        stops = frozenset(planned.barriers if planned else ())
-        owner = {
-            GATHER: (GATHER, forward),
-            FIRST: (FIRST, forward),
-            FORWARD: (FORWARD, forward),
-            NEXT: (FORWARD, forward + 1),
-            BACKWARD: (BACKWARD, backward),
-            FINAL: (FINAL, backward),
-            REDUCE: (REDUCE, backward),
-        }
-        for full_name in orders[phase]:
-            head, _, name = full_name.rpartition(".")
-            strand, micro_batch = owner[head or alone[phase]]
-            yield strand, micro_batch, name, full_name in stops
+def _graph_of(operator: str) -> str:
+    label = label_of(operator)
+    return strand(label).graph if label else ""
+
+
+def _between_chunks(graphs: Mapping[str, OpGraph]) -> _Across:
+    """What each operator of a chunk waits for in the chunks before it on its walk: what they hand
+    over goes by the names of the operators that made it."""
+    walks: dict[str, list[str]] = {}
+    for name in graphs:
+        if strand(name).chunk is not None:
+            walks.setdefault(str(strand(name).direction), []).append(name)
+    return {
+        (name, op.id): [
+            (other, read)
+            for read in op.reads
+            for other in names
+            if other != name and read in graphs[other].by_id
+        ]
+        for names in walks.values()
+        for name in names
+        for op in graphs[name].operators
+    }
+
+
+def _operators(plan: Plan, actions: Sequence[Action]) -> Iterator[tuple[Slot, str, bool]]:
+    """(slot, operator, whether a barrier follows) in the order of issue."""
+    for action in actions:
+        planned = plan.needed(action.phase)
+        stops = frozenset(planned.barriers)
+        slots = {slot.strand.label: slot for slot in action.slots}
+        single = action.slots[0] if len(action.slots) == 1 else None
+        for full_name in planned.order:
+            slot = single or slots[label_of(full_name)]
+            yield slot, full_name.rpartition(".")[2], full_name in stops

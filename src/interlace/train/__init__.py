@@ -1,1 +1,23 @@
-"""Training: data, weights, optimizer, the loop, metrics."""
+"""A training run: session, loop, the ways to run a step, and what is written about it.
+
+worker.py         one rank of a job, from the process group to the last line
+session.py        one rank's model, data, weights, optimizer and engines
+opening.py        how a session is made from a RunConfig
+built_model.py    the module that a rank trains, laid out, with its loss
+weights.py        master weights: what the optimizer owns
+optimizer.py      AdamW with warm-up and decay
+engines.py        two strands, one strand, eager: the ways to run a step
+fully_sharded.py  PyTorch's `fully_shard` on the same module, to compare
+loop.py           the loop, and what it writes
+compare.py        the same first steps under each engine
+fallback.py       whether the plan wins on the real machine
+proof.py          whether the plan hid what it said it would
+same_run.py       what the ranks of a run must hold alike
+checkpointer.py   when checkpoints are written, and which one is taken up
+session_state.py  what a checkpoint holds of a session
+metrics.py        metrics.jsonl, and the numbers in it
+model_flops.py    FLOPs of a token, for MFU
+environment.py    environment, run file, costs and plan, written down
+planning.py       `interlace plan`: a run planned without starting it
+profiling.py      `interlace profile`: a run's operators measured, resumably
+"""

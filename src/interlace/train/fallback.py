@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from interlace.config import RunConfig, Strands, tries_fallback
-from interlace.cost.agreement import agree
+from interlace.ranks.small_collectives import largest
 
 MARGIN = 1.01
 """Two strands must be slower by more than this to be dropped: a draw keeps the plan."""
@@ -67,7 +67,7 @@ class Trial:
         self._taken[mode].append(step_ns)
         if self.running:
             return None
-        slowest = agree({way: median(taken[1:]) for way, taken in self._taken.items()})
+        slowest = largest({way: median(taken[1:]) for way, taken in self._taken.items()})
         verdict = Verdict(slowest["2"], slowest["1"], self.config.plan.trial_steps)
         self.mode = "2" if verdict.keeps_plan else "1"
         return verdict

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from interlace.ir.timeline import Timeline
 from interlace.parallel.data import DataLayout, cut
+from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
-from interlace.runtime.executor import Batch, local
+from interlace.runtime.executor import Batch
 from interlace.train.weights import MasterWeights
 
 

@@ -12,33 +12,29 @@ from typing import Any
 import torch
 
 from interlace import run_files
-from interlace.config import RunConfig, Strands
-from interlace.errors import InputError, RunError
-from interlace.ir import store
-from interlace.ir.noise import noise_of
-from interlace.ir.timeline import Timeline
-from interlace.report.tables import comparison_lines
-from interlace.runtime.executor import Batch
-from interlace.runtime.signals import StopFlag, agreed
-from interlace.sim.step import simulate_step
-from interlace.train.checkpoint import Checkpointer
-from interlace.train.checkpoint_request import (
+from interlace.checkpoint.request import (
     can_resume,
     check_request,
     claims_of,
     was_cut_off,
 )
-from interlace.train.claims import RESTART_WAIT_S, WAIT_S, Claims, new_token
-from interlace.train.compare import compare, update
+from interlace.claims import RESTART_WAIT_S, WAIT_S, Claims, new_token
+from interlace.config import RunConfig, Strands
+from interlace.errors import InputError, RunError
+from interlace.hardware.devices import peak_flops
+from interlace.ir import store
+from interlace.ir.noise import noise_of
+from interlace.ir.timeline import Timeline
+from interlace.ranks.signals import StopFlag, agreed
+from interlace.report.tables import comparison_lines
+from interlace.runtime.executor import Batch
+from interlace.sim.step import simulate_step
+from interlace.text import bits_per_byte, in_bits
+from interlace.train.checkpointer import Checkpointer
+from interlace.train.compare import compare
 from interlace.train.environment import describe_environment
 from interlace.train.fallback import Trial
-from interlace.train.metrics import (
-    MetricsWriter,
-    bits_per_byte,
-    in_bits,
-    peak_flops,
-    step_line,
-)
+from interlace.train.metrics import MetricsWriter, step_line
 from interlace.train.model_flops import flops_per_token
 from interlace.train.proof import proof_rows, proof_table
 from interlace.train.session import Session, vocabulary
@@ -188,7 +184,7 @@ class Trainer:
                 f"the loss of step {step} is {loss}; the weights are those of the step before",
                 hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
             )
-        return update(self.session, step)
+        return self.session.update(step)
 
     def _next_batches(self) -> list[Batch]:
         count = self.config.train.micro_batches

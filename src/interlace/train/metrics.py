@@ -4,65 +4,18 @@ import errno
 import json
 import math
 import os
-import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from interlace.claims import Claim
 from interlace.config import ModelConfig
 from interlace.errors import InputError, RunError
-from interlace.run_files import METRICS, TENSORBOARD
+from interlace.run_files import METRICS, TENSORBOARD, change_each
 
-if TYPE_CHECKING:
-    from interlace.train.claims import Claim
-
-FILE_NAME = METRICS
-# Durations from here on are shown in whole milliseconds.
 WHOLE_MS = 10
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-
-# Peak of one GPU in TFLOP/s, dense (no sparsity), at boost clock: bfloat16 on tensor cores with
-# float32 sums, and float32 without TF32. Names are what torch.cuda.get_device_name gives. Sources:
-# the vendor's data sheets; NVIDIA prints Hopper, Ada L40S and Blackwell tensor rates with sparsity,
-# which is twice the dense rate. A value that no data sheet settles is left out.
-PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
-    (r"NVIDIA A(10|80)0-(SXM4|PCI[Ee])-(40|80)GB", {"bfloat16": 312, "float32": 19.5}),
-    (r"NVIDIA A(10|80)0 80GB PCIe", {"bfloat16": 312, "float32": 19.5}),
-    (r"NVIDIA A30", {"bfloat16": 165, "float32": 10.3}),
-    (r"NVIDIA A40", {"bfloat16": 149.7, "float32": 37.4}),
-    (r"NVIDIA RTX A6000", {"bfloat16": 154.8, "float32": 38.7}),
-    (r"NVIDIA L4", {"bfloat16": 121, "float32": 30.3}),
-    (r"NVIDIA L40", {"bfloat16": 181.05, "float32": 90.5}),
-    (r"NVIDIA L40S", {"bfloat16": 362.05, "float32": 91.6}),
-    (r"NVIDIA H100 PCIe", {"bfloat16": 756, "float32": 51}),
-    (r"NVIDIA H100 NVL", {"bfloat16": 835, "float32": 60}),
-    (r"NVIDIA H100 80GB HBM3", {"bfloat16": 989, "float32": 67}),
-    (r"NVIDIA H800", {"bfloat16": 989, "float32": 67}),
-    (r"NVIDIA H200", {"bfloat16": 989, "float32": 67}),
-    (r"NVIDIA H200 NVL", {"bfloat16": 835, "float32": 60}),
-    (r"NVIDIA GH200 (120|144G|480)(GB)?( HBM3e?)?", {"bfloat16": 989, "float32": 67}),
-    (r"NVIDIA B200", {"bfloat16": 2250}),
-    (r"NVIDIA GB200", {"bfloat16": 2500}),
-    (r"NVIDIA GeForce RTX 3090", {"bfloat16": 71, "float32": 35.6}),
-    (r"NVIDIA GeForce RTX 4090", {"bfloat16": 165.2, "float32": 82.6}),
-    (r"NVIDIA GeForce RTX 5090", {"bfloat16": 209.5, "float32": 104.8}),
-    (r"AMD Instinct MI300X( OAM)?", {"bfloat16": 1307.4, "float32": 163.4}),
-)
-
-
-def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense peak in FLOP/s of the GPU that torch calls `device_name`; None when not known.
-
-    Slices (MIG), laptop and export variants have other peaks and are not known here.
-    """
-    for pattern, peaks_tflops in PEAK_TFLOPS:
-        if re.fullmatch(pattern, device_name.strip()):
-            peak_tflops = peaks_tflops.get(dtype.removeprefix("torch."))
-            return None if peak_tflops is None else peak_tflops * 1e12
-    return None
-
-
+"""Durations from here on are shown in whole milliseconds."""
 FEED_FORWARD_MATRICES = {"llama": 3, "gpt": 2}
 """Gate, up and down, or up and down; the formula below holds for these architectures only."""
 
@@ -83,27 +36,6 @@ def model_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: 
     feed_forward = matrices * model.width * model.ffn_width
     parameters = model.layers * (attention + feed_forward) + model.width * vocab_size
     return 6 * parameters + 12 * model.layers * model.width * sequence_length
-
-
-def bits_per_byte(loss_nats: float, bytes_per_token: float | None) -> float | None:
-    """Mean loss per token in nats, as bits per byte of text: comparable across tokenizers.
-
-    None where the bytes of a token are not known: of token ids that were made elsewhere.
-    """
-    return None if bytes_per_token is None else bits_per_token(loss_nats) / bytes_per_token
-
-
-def bits_per_token(loss_nats: float) -> float:
-    """Mean loss per token in bits: comparable between runs on the same tokens only."""
-    return loss_nats / math.log(2)
-
-
-def in_bits(loss_nats: float, bytes_per_token: float | None) -> str:
-    """`5.895 bits per byte`, or per token where the bytes of a token are not known."""
-    bits = bits_per_byte(loss_nats, bytes_per_token)
-    if bits is None:
-        return f"{bits_per_token(loss_nats):.3f} bits per token"
-    return f"{bits:.3f} bits per byte"
 
 
 def step_line(values: Mapping[str, Any]) -> str:
@@ -149,12 +81,12 @@ class MetricsWriter:
     it could not be written.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool, claim: "Claim | None" = None) -> None:
+    def __init__(self, directory: Path, *, tensorboard: bool, claim: Claim | None = None) -> None:
         """Make the folder and the file; InputError if the extra `tensorboard` is missing.
 
         With a `claim`, a `write` after another run has taken the folder over raises ClaimLost.
         """
-        self.path = directory / FILE_NAME
+        self.path = directory / METRICS
         # Looked for first, so that its absence leaves no folder behind.
         summary_writer = _summary_writer() if tensorboard else None
         self._claim = claim
@@ -179,9 +111,9 @@ class MetricsWriter:
         """
         if self._claim is not None:
             self._claim.check()
-        values = {key: _each(value, _plain) for key, value in values.items()}
+        values = {key: change_each(value, _plain) for key, value in values.items()}
         record = {"event": event, "unix_time_s": round(time.time(), 3), **values}
-        line = json.dumps(_each(record, _finite), allow_nan=False, separators=(",", ":"))
+        line = json.dumps(change_each(record, _finite), allow_nan=False, separators=(",", ":"))
         try:
             self._append(line.encode() + b"\n")
             if self._tensorboard is not None and "step" in values:
@@ -242,15 +174,6 @@ def _drop_half_line(path: Path) -> None:
     os.truncate(path, data.rfind(b"\n") + 1)
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` applied to everything inside dicts and lists."""
-    if isinstance(value, Mapping):
-        return {str(key): _each(part, change) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_each(part, change) for part in value]
-    return change(value)
-
-
 def _plain(value: Any) -> Any:
     """Tensors and numpy values as numbers and lists, paths as text."""
     if isinstance(value, Path):
@@ -263,58 +186,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-def _number(value: Any) -> Any:
-    """A string that `_finite` wrote, as a float again."""
-    return float(value) if value in NOT_FINITE else value
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Events of a metrics.jsonl, oldest first; InputError if a line is not one.
-
-    A run that was killed may leave a last line without an end. It is left out, and an event
-    {"event": "truncated", "line", "size_bytes"} stands in its place.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"cannot read {path}: {error.strerror}",
-            hint="give the output folder of a run that interlace train wrote",
-        ) from error
-    *lines, rest = data.split(b"\n")
-    events = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            events.append(_each(_event(line), _number))
-        except ValueError as error:
-            raise InputError(
-                f"{path}, line {number} is not an event: {error}",
-                hint="the file was changed by something else; remove that line",
-            ) from error
-    if rest:
-        events.append({"event": "truncated", "line": len(lines) + 1, "size_bytes": len(rest)})
-    return _without_repeated_steps(events)
-
-
-def _without_repeated_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A resumed run does the steps after its checkpoint again: the first tries are left out."""
-    kept: list[dict[str, Any]] = []
-    for event in events:
-        if event["event"] == "checkpoint" and event.get("action") == "resumed":
-            kept = [
-                earlier
-                for earlier in kept
-                if earlier["event"] not in ("step", "evaluate", "end", "proof")
-                or earlier.get("step", 0) <= event["step"]
-            ]
-        kept.append(event)
-    return kept
-
-
-def _event(line: bytes) -> dict[str, Any]:
-    record = json.loads(line)
-    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
-        raise ValueError('it has no "event"')
-    return record

@@ -1,7 +1,8 @@
 """`interlace plan`: plan a run without starting it, with no second process and no weights.
 
 The model is built from fake tensors in a fake world of the right size, traced as a rank would, and
-planned on computed costs (`cost.analytic`) or on those of a file that `interlace profile` wrote.
+planned on computed costs (`hardware.computed_costs`) or on those of a file that `interlace
+profile` wrote.
 """
 
 import os
@@ -17,37 +18,39 @@ import torch
 import torch.distributed as dist
 
 from interlace import run_files
+from interlace.claims import refuse_in_live_run
 from interlace.config import RunConfig, parse_rate, world_of
-from interlace.cost.analytic import MachineModel, analytic_costs, measure_this_machine
-from interlace.cost.site_times import computed_times
-from interlace.decompose.apply import Decompose
+from interlace.data.tokens import open_tokenizer
 from interlace.decompose.choose import Request
+from interlace.decompose.rewrite.apply import Decompose
+from interlace.decompose.site_costs import computed_times
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
+from interlace.hardware.computed_costs import MachineModel, analytic_costs
 from interlace.ir import store
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.noise import noise_of
 from interlace.ir.plan import to_text
+from interlace.measure.machine import measure_this_machine
 from interlace.models.transformers_model import published_sizes
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import axis_sizes, build_meshes
 from interlace.parallel.tensor import loss_context
-from interlace.report.costs import warning
-from interlace.report.files import write_whole
+from interlace.report.cost_tables import warning
 from interlace.report.plan_figures import compare_searches
 from interlace.report.plan_json import plan_json
 from interlace.report.plan_picture import plan_png
 from interlace.report.plan_tables import plan_summary
 from interlace.rules import check, resolve_layout
-from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
+from interlace.run_files import write_whole
+from interlace.runtime.candidates import Candidates, choose_passes, trace_candidates
+from interlace.runtime.memory_limit import constant_bytes, memory_limits
 from interlace.runtime.strands import Strands, build_strands
-from interlace.train.build import build_module, overridden_shape, published_shape
-from interlace.train.claims import refuse_in_live_run
-from interlace.train.memory import constant_bytes, memory_limits
+from interlace.schedules.finder import find
+from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.session import DTYPES, vocabulary
-from interlace.train.tokens import open_tokenizer
 from interlace.train.weights import cast_parameters
 
 ASSUMED_RATE = "10gbit"
@@ -154,7 +157,7 @@ def trace_fake(config: RunConfig) -> Candidates:
                     lambda decompose: trace(decompose=decompose),
                     _decompose_of(config),
                     config.overlap.passes,
-                    strands=2,
+                    schedule=find("two_strand"),
                 )
     finally:
         dist.destroy_process_group()

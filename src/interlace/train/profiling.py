@@ -13,22 +13,23 @@ from functools import partial
 from pathlib import Path
 
 from interlace.config import CompareConfig, RunConfig
-from interlace.cost.again import least_noisy
-from interlace.cost.agreement import agree, broadcast_text, is_first_rank
-from interlace.cost.profile import machine_id, measure
-from interlace.cost.slowdown import shared_links
 from interlace.errors import InputError
 from interlace.ir import store
-from interlace.ir.costs import CostTable
+from interlace.ir.costs import CostTable, shared_links
 from interlace.ir.noise import excess_of_spread, noise_of, without_noise
 from interlace.ir.timeline import Timeline
-from interlace.report.costs import cost_summary
-from interlace.runtime.agreement import check_agreement
-from interlace.runtime.measurements import Measurement, measurements
-from interlace.runtime.profile import Profiler, on_busy_links, open_profiler
-from interlace.runtime.signals import StopFlag, agreed
+from interlace.lab.links import link_label
+from interlace.measure.alone import measure
+from interlace.measure.everything import Measurement, measurements
+from interlace.measure.machine import machine_id
+from interlace.measure.repeats import least_noisy
+from interlace.measure.start_up import Profiler, on_busy_links, open_profiler
+from interlace.ranks.agree import check_agreement
+from interlace.ranks.signals import StopFlag, agreed
+from interlace.ranks.small_collectives import broadcast_text, is_first_rank, largest
+from interlace.report.cost_tables import cost_summary
 from interlace.train.opening import open_graphs
-from interlace.train.session import Session, link_label
+from interlace.train.session import Session
 from interlace.train.worker import run_rank
 
 STOPPED = 130
@@ -70,10 +71,10 @@ def profile_command(config: RunConfig, output: Path, *, again: bool, progress: P
 
 def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag) -> int:
     session = open_graphs(config)
-    assert session.candidates is not None
-    strands = session.candidates.whole
+    assert session.compilation is not None
+    strands = session.compilation.candidates.whole
     check_agreement({"data": session.dataset.digest, "graph": strands.digest})
-    machine = machine_id(session.device.type, link_label(config))
+    machine = machine_id(session.device.type, link_label(config.link))
     empty = CostTable(operators={}, source="profile", graph_digest=strands.digest, machine=machine)
     table, is_current = starting_point(files, empty)
     first = is_first_rank()
@@ -100,8 +101,8 @@ def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag
 def _measure_all(
     session: Session, table: CostTable, files: Files, progress: Progress, stop: StopFlag
 ) -> CostTable:
-    assert session.candidates is not None
-    strands = session.candidates.whole
+    assert session.compilation is not None
+    strands = session.compilation.candidates.whole
     batches = session.dataset.batches(session.config.train.micro_batch_size)
     profiler = open_profiler(
         strands, session.move(next(batches)), session.device.type, session.constants
@@ -130,7 +131,7 @@ def _alone(profiler: Profiler, stop: StopFlag) -> CostTable:
 
     begin = time.perf_counter_ns()
     run_once()
-    pass_ns = agree({"pass": time.perf_counter_ns() - begin})["pass"]
+    pass_ns = largest({"pass": time.perf_counter_ns() - begin})["pass"]
     repeats = min(MOST_PASSES, max(FEWEST_PASSES, int(PASSES_BUDGET_NS / max(pass_ns, 1))))
 
     def once() -> CostTable:

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from interlace.parallel.data import Bucket, DataLayout, Weight, cut, placements_of, views
+from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import SHARD_AXIS, Meshes
-from interlace.runtime.executor import local
 
 # Functional collectives are seen by the recorder of eager steps.
 _functional = torch.ops._c10d_functional

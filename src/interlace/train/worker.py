@@ -8,16 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from interlace.claims import Claims
 from interlace.config import RunConfig
-from interlace.cost.agreement import broadcast_text
 from interlace.errors import InputError
-from interlace.runtime.signals import StopFlag
-from interlace.runtime.startup import leave
-from interlace.train.agreement import check_built, check_software
-from interlace.train.build import published_shape
-from interlace.train.claims import Claims
+from interlace.ranks.attempt import leave
+from interlace.ranks.signals import StopFlag
+from interlace.ranks.small_collectives import broadcast_text
+from interlace.train.built_model import published_shape
 from interlace.train.loop import Trainer, claim_directory, join_claims
 from interlace.train.opening import open_session
+from interlace.train.same_run import check_built, check_software
 from interlace.train.session import process_group
 
 SAME_MISTAKE_S = 0.5

@@ -15,8 +15,7 @@ others by two chunks, and among those within that the one nearest to the source 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from interlace.reshard.planning.hops import HELD
-from interlace.reshard.planning.loads import Loads
+from interlace.reshard.planning.hops import HELD, Loads
 from interlace.reshard.planning.strategies import Cut, remote_receivers, serve_own_hosts
 from interlace.reshard.planning.tasks import Bundle
 

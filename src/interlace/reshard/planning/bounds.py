@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from math import floor
 
-from interlace.reshard.planning.links import Links
+from interlace.hardware.topology import Topology
+from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.tasks import Bundle
-from interlace.reshard.planning.topology import Topology
 
 Demand = tuple[int, tuple[int, ...]]
 """(amount, places that can carry a share of it)."""

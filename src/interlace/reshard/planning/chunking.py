@@ -5,9 +5,9 @@ from math import log2
 
 from interlace.errors import InputError
 from interlace.reshard.planning.balance import CHAIN
-from interlace.reshard.planning.links import Links
-from interlace.reshard.planning.plan import Task, TensorSpec
+from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.tasks import Bundle, Chunk, cut
+from interlace.reshard.planning.transfer_plan import Task, TensorSpec
 
 FILL = 0.02
 """Share of the busiest port's time in which chains may fill and drain."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from interlace.errors import InputError
 from interlace.reshard.planning.bounds import least_load
+from interlace.reshard.planning.depth_first import MOST_TASKS, search
 from interlace.reshard.planning.ordering import Clocks, HostTask, Sequenced, paper_makespan
 from interlace.reshard.planning.random_greedy import random_greedy
-from interlace.reshard.planning.search import MOST_TASKS, search
 
 NODES_PER_S = 10_000
 """Nodes that one core visits in a second, about; counted, so that all ranks stop alike."""

@@ -8,7 +8,7 @@ sends each task, and in which order, is to be chosen; the time of the last end i
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from interlace.reshard.planning.links import Links
+from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.tasks import Bundle
 
 Sequenced = tuple[tuple[int, int], ...]

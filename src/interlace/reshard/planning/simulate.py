@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from interlace.errors import InputError
-from interlace.reshard.planning.links import Links
-from interlace.reshard.planning.plan import Part, Plan, Task, Transfer
-from interlace.reshard.planning.topology import Topology
+from interlace.hardware.topology import Topology
+from interlace.reshard.planning.ends import Links
+from interlace.reshard.planning.transfer_plan import Part, Plan, Task, Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ Receivers on a sender's own host get the slice from there by its fast links, wha
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from interlace.reshard.planning.hops import HELD
-from interlace.reshard.planning.loads import Loads
+from interlace.reshard.planning.hops import HELD, Loads
 from interlace.reshard.planning.tasks import Bundle, Chunk
 
 Cut = Callable[[Bundle, int], Sequence[Chunk]]

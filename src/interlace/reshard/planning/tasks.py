@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from interlace.reshard.planning.layout import Box, Layout, intersection
-from interlace.reshard.planning.plan import Copy, Part, Task, TensorSpec
+from interlace.reshard.planning.transfer_plan import Copy, Part, Task, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,145 @@
+"""What a configuration asks of checkpoints, and whether that can be, before anything is built."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from interlace.checkpoint.folders import Damaged, folder_name, read_manifest, saved_steps
+from interlace.checkpoint.manifest import MANIFEST, Manifest
+from interlace.claims import Claim, Claims
+from interlace.config import RunConfig
+from interlace.errors import InputError
+from interlace.run_files import METRICS, RUN, read_metrics
+
+# Tables and fields that may differ on resuming without a word: they change no number.
+_FREE = ("output", "checkpoint", "hardware", "watchdog", "link", "plan", "compare")
+_FREE_FIELDS = ("model.config", "data.path", "train.threads", "train.evaluate_every")
+# The only fields of the model that may differ: rows are compared by shape, dropout is told.
+_TOLD = ("model.vocab_size", "model.dropout")
+
+
+def checkpoint_directory(config: RunConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(config.checkpoint.directory or Path(config.output.directory) / "checkpoints")
+
+
+def claims_of(config: RunConfig, token: str) -> Claims:
+    """The rights to write that a run needs; nothing is taken yet."""
+    output = Claim(Path(config.output.directory), "output.directory", token)
+    directory = checkpoint_directory(config)
+    if not config.checkpoint.every:
+        return Claims(output, None)
+    if directory.resolve() == output.directory.resolve():
+        return Claims(output, output)
+    field = "checkpoint.directory" if config.checkpoint.directory else "output.directory"
+    return Claims(output, Claim(directory, field, token))
+
+
+def can_resume(config: RunConfig) -> bool:
+    """Whether a run goes on from its own checkpoints, so that its output directory is its own."""
+    directory = checkpoint_directory(config)
+    if config.checkpoint.resume in ("", "latest"):
+        return bool(config.checkpoint.resume and saved_steps(directory))
+    return Path(config.checkpoint.resume).resolve().parent == directory.resolve()
+
+
+def was_cut_off(config: RunConfig) -> bool:
+    """Whether the output directory holds a run of the same kind, `resume = "latest"`, that ended
+    before its first checkpoint: the same command starts it again."""
+    if config.checkpoint.resume != "latest" or saved_steps(checkpoint_directory(config)):
+        return False
+    directory = Path(config.output.directory)
+    try:
+        earlier = tomllib.loads((directory / RUN).read_text(encoding="utf-8"))
+        events = read_metrics(directory / METRICS)
+    except (OSError, ValueError, InputError):  # not a run of ours, or it has not begun
+        return False
+    wanted = earlier.get("checkpoint")
+    if not isinstance(wanted, dict) or wanted.get("resume") != "latest" or not wanted.get("every"):
+        return False
+    return not any(each["event"] == "end" or each.get("action") == "saved" for each in events)
+
+
+def check_request(config: RunConfig) -> int:
+    """Raise InputError if checkpoints cannot be written or taken up as asked. First rank only.
+
+    Returns the epoch of the newest checkpoint in the run's directory, 0 if there is none.
+    """
+    directory = checkpoint_directory(config)
+    steps = saved_steps(directory)
+    newest = _newest(directory, steps)
+    epoch = newest.epoch if newest else 0
+    if not config.checkpoint.resume:
+        if config.checkpoint.every and steps:
+            raise InputError(
+                f"{directory} holds checkpoints of an earlier run, up to step {steps[0]}",
+                hint='set checkpoint.resume = "latest", or another checkpoint.directory',
+            )
+        return epoch
+    if config.checkpoint.resume != "latest":
+        manifest = _named(config)
+        if config.checkpoint.every and steps and steps[0] > manifest.step:
+            raise InputError(
+                f"{directory} holds newer checkpoints (step {steps[0]}) than that of step "
+                f"{manifest.step}, from which this run goes on",
+                hint="set checkpoint.directory to another folder, or move the newer ones away",
+            )
+        check_model(config, manifest)
+    elif newest:
+        check_model(config, newest)
+    return epoch
+
+
+def check_model(config: RunConfig, manifest: Manifest) -> None:
+    """Raise InputError if the configuration describes another model than the checkpoint's."""
+    for name, old, new in _differences(config, manifest):
+        if name.startswith("model.") and name not in _TOLD:
+            raise InputError(
+                f"the checkpoint was trained with {name} = {old!r}, and this run has {new!r}",
+                hint=f"set {name} to {old!r}, or checkpoint.resume to empty",
+            )
+
+
+def changed_settings(config: RunConfig, manifest: Manifest) -> list[str]:
+    """Settings that differ from the checkpoint's and change the numbers, as `name: old -> new`."""
+    return [f"{name}: {old!r} -> {new!r}" for name, old, new in _differences(config, manifest)]
+
+
+def _named(config: RunConfig) -> Manifest:
+    folder = Path(config.checkpoint.resume)
+    if not (folder / MANIFEST).exists():
+        foreign = (folder / ".metadata").exists()
+        raise InputError(
+            f"checkpoint.resume = {config.checkpoint.resume!r} "
+            + ("is of torch.distributed.checkpoint" if foreign else f"has no {MANIFEST}"),
+            hint="loading it would run code in its files; if you trust them, interlace export "
+            "--trust-dcp makes a folder for model.config"
+            if foreign
+            else 'give the folder of one checkpoint (".../step-00000100"), or latest',
+        )
+    return read_manifest(folder)
+
+
+def _newest(directory: Path, steps: list[int]) -> Manifest | None:
+    """The newest manifest that can be read; what is damaged is told when it is taken up."""
+    for step in steps:
+        try:
+            return read_manifest(directory / folder_name(step))
+        except Damaged:
+            continue
+    return None
+
+
+def _differences(config: RunConfig, manifest: Manifest) -> list[tuple[str, Any, Any]]:
+    """(field, saved value, present value) of each field that may matter."""
+    found = []
+    for table, values in config.as_dict().items():
+        saved = manifest.config.get(table)
+        if table in _FREE or not isinstance(saved, dict) or not isinstance(values, dict):
+            continue
+        found += [
+            (f"{table}.{key}", saved[key], new)
+            for key, new in values.items()
+            if key in saved and saved[key] != new and f"{table}.{key}" not in _FREE_FIELDS
+        ]
+    return found

@@ -1,1 +1,0 @@
-"""Where a CostTable comes from: measured on this machine, or computed from a model of one."""

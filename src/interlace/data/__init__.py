@@ -1,0 +1,6 @@
+"""From data files to batches of tokens.
+
+documents.py  data files to documents, by suffix
+tokens.py     text to tokens, once: tokenizers, and the token file that runs map
+batches.py    which samples are held out, and in which order the others come
+"""

@@ -1,0 +1,106 @@
+"""The matmuls of a site as shapes, and its times computed from a description of a machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, fx
+
+from interlace.decompose.choose import SiteTimes, SliceTimes, Times, Way
+from interlace.decompose.rewrite.find import row_operand
+from interlace.decompose.sites import Site
+from interlace.graphs.trace import StrandGraph
+from interlace.hardware.computed_costs import LAUNCH_NS, MachineModel
+from interlace.hardware.wire_bytes import wire_bytes
+from interlace.ir.graph import Kind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """[rows, inner] @ [inner, columns]; rows are those of one rank's slice."""
+
+    rows: int
+    inner: int
+    columns: int
+    dtype: torch.dtype
+    weight_strides: tuple[int, int]
+
+    def bytes_of(self, rows: int) -> int:
+        """Read and written for that many rows."""
+        elements = rows * self.inner + self.inner * self.columns + rows * self.columns
+        return elements * self.dtype.itemsize
+
+    def flops_of(self, rows: int) -> int:
+        """Multiplications and additions for that many rows."""
+        return 2 * rows * self.inner * self.columns
+
+
+def products_of(strand: StrandGraph, site: Site) -> list[Product]:
+    """The site's matmuls, in order."""
+    wanted = set(site.matmuls)
+    nodes = {node.name: node for node in strand.graph.nodes if node.name in wanted}
+    return [_product(nodes[name], site.rows) for name in site.matmuls]
+
+
+def _product(matmul: fx.Node, rows: int) -> Product:
+    operand = row_operand(matmul)
+    weight = matmul.args[-1]
+    assert isinstance(weight, fx.Node)
+    value: Tensor = weight.meta["val"]
+    return Product(
+        rows=rows,
+        inner=value.shape[0],
+        columns=value.shape[1],
+        dtype=operand.meta["val"].dtype,
+        weight_strides=(value.stride(0), value.stride(1)),
+    )
+
+
+def sent_value(strand: StrandGraph, site: Site) -> Tensor:
+    """What the site's collective is given on this rank, as a fake tensor [rows, width]."""
+    node = next(n for n in strand.graph.nodes if n.name == site.collective)
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    value: Tensor = source.meta["val"]
+    return value.reshape(prod(value.shape[:-1]), value.shape[-1])
+
+
+_COLLECTIVE = {
+    "gather_matmul": Kind.ALL_GATHER,
+    "matmul_scatter": Kind.REDUCE_SCATTER,
+    "matmul_reduce": Kind.ALL_REDUCE,
+}
+
+
+def computed_times(machine: MachineModel) -> Times:
+    """Roofline and alpha-beta as in `hardware.computed_costs`; both directions of a ring leave by
+    one link, so that sending halves both ways gains nothing."""
+
+    def times(strand: StrandGraph, site: Site, ways: Sequence[Way]) -> SiteTimes:
+        products = products_of(strand, site)
+
+        def matmuls_ns(rows: int) -> int:
+            return sum(
+                LAUNCH_NS
+                + int(1e9 * max(p.flops_of(rows) / machine.flops_per_s,
+                                p.bytes_of(rows) / machine.bytes_per_s))
+                for p in products
+            )  # fmt: skip
+
+        def transfer_ns(wire: float) -> int:
+            return machine.link_latency_ns + int(8e9 * wire / machine.link_bits_per_s)
+
+        wire = wire_bytes(_COLLECTIVE[site.kind], site.bytes * site.ranks, site.ranks)
+        slices = {}
+        for variant, pieces in ways:
+            parts = 2 if variant == "bidirectional" else 1
+            rows = site.rows // pieces
+            slices[variant, pieces] = SliceTimes(
+                compute_ns=parts * matmuls_ns(rows // parts),
+                send_ns=transfer_ns(site.bytes / pieces),
+            )
+        plain_ns = transfer_ns(wire) + matmuls_ns(site.rows * site.ranks)
+        return SiteTimes(plain_ns=plain_ns, slices=slices)
+
+    return times

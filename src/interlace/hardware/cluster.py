@@ -1,0 +1,196 @@
+"""A cluster as a file: its devices, its links, and how long a collective takes on them.
+
+    collective  base + ring steps x step latency + wire bytes / (link rate x efficiency)
+
+The latency terms are those of NCCL's own tuner for the ring algorithm and the Simple protocol (8.4
+us base; 3.4 us per NVLink step, 14 us per network step), which the presets hold. Across hosts every
+device uses its own network port, and the exchange inside the hosts runs along with it, so the
+slower of the two counts. Efficiencies in the presets come from published nccl-tests: 0.78 of
+NVLink on A100 nodes, 0.80 on H200 nodes, 0.74 of the network ports of four hosts of 8 B200.
+"""
+
+import math
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_type_hints
+
+import interlace.presets
+from interlace.errors import InputError, nearest
+from interlace.hardware.wire_bytes import wire_bytes_by_link
+from interlace.ir.graph import Kind
+
+BASE_LATENCY_US = 8.4
+"""Time of a collective without any step: NCCL's tuner, ring, Simple protocol."""
+
+LinkName = Literal["intra_host", "inter_host"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntraHostLink:
+    """What joins the devices of one host."""
+
+    gb_per_s: float
+    """Data-sheet rate of one device in one direction, in 1e9 byte/s."""
+    efficiency: float
+    """Bus bandwidth that collectives reach, as a fraction of that."""
+    step_latency_us: float
+    """Time of one ring step without data."""
+    sms_held: int
+    """Multiprocessors that a collective occupies (NCCL channels)."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What a device really gets through in one direction."""
+        return self.gb_per_s * 1e9 * self.efficiency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterHostLink:
+    """What joins the hosts."""
+
+    gbit_per_s: float
+    """Data-sheet rate of one device's share of its host's ports, in one direction."""
+    efficiency: float
+    """Bandwidth that collectives reach, as a fraction of that."""
+    step_latency_us: float
+    """Time of one ring step without data."""
+    sms_held: int
+    """Multiprocessors that a collective occupies (NCCL channels)."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What a device really gets through in one direction."""
+        return self.gbit_per_s * 1e9 / 8 * self.efficiency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal hosts of equal devices; ranks fill one host after the other."""
+
+    name: str
+    devices_per_host: int
+    peak_tflops: float
+    """Dense bfloat16 rate of one device."""
+    memory_gb_per_s: float
+    """Memory bandwidth of one device, in 1e9 byte/s."""
+    memory_gib: float
+    """Memory of one device."""
+    sms: int
+    """Multiprocessors of one device."""
+    intra_host: IntraHostLink
+    inter_host: InterHostLink
+
+    def link_of(self, ranks: Sequence[int]) -> LinkName:
+        """The link that a group of global `ranks` communicates over."""
+        return "inter_host" if len(self._per_host(ranks)) > 1 else "intra_host"
+
+    def sms_held(self, ranks: Sequence[int]) -> int:
+        """Multiprocessors that a collective of these ranks occupies on each device."""
+        return getattr(self, self.link_of(ranks)).sms_held
+
+    def collective_ns(self, kind: Kind, full_bytes: int, ranks: Sequence[int]) -> int:
+        """Time of one collective among global `ranks`, alone on its link.
+
+        `full_bytes` is the whole tensor: gathered, before a scatter, or what one rank sends.
+        """
+        if len(ranks) == 1:
+            return 0
+        per_host = self._per_host(ranks)
+        hosts, local = len(per_host), max(per_host.values())
+        steps = (len(ranks) - 1) * (2 if kind is Kind.ALL_REDUCE else 1)
+        network_steps = steps * (hosts - 1) // (len(ranks) - 1)
+        if kind is Kind.SEND:
+            steps, network_steps = 1, int(hosts > 1)
+        latency_us = (
+            BASE_LATENCY_US
+            + network_steps * self.inter_host.step_latency_us
+            + (steps - network_steps) * self.intra_host.step_latency_us
+        )
+        inside, across = wire_bytes_by_link(kind, full_bytes, len(ranks), hosts, local)
+        transfer_s = max(inside / self.intra_host.bytes_per_s, across / self.inter_host.bytes_per_s)
+        return round(latency_us * 1e3 + transfer_s * 1e9)
+
+    def _per_host(self, ranks: Sequence[int]) -> Counter[int]:
+        return Counter(rank // self.devices_per_host for rank in ranks)
+
+
+def cluster_files() -> dict[str, Path]:
+    """Cluster files that come with the package, by name."""
+    folder = Path(interlace.presets.__path__[0]) / "clusters"
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def load_cluster(path: str) -> Cluster:
+    """Read a TOML file, or a preset by name. Raises InputError that names the file and the key."""
+    presets = cluster_files()
+    file = presets[path] if path in presets and not Path(path).is_file() else Path(path)
+    if not file.is_file():
+        looks_like_a_file = file.suffix == ".toml" or file.name != path
+        raise InputError(
+            f"there is no cluster file {path}"
+            if looks_like_a_file
+            else f"there is no cluster {path!r}",
+            hint="give a TOML file, or a preset: " + ", ".join(presets)
+            if looks_like_a_file
+            else nearest(path, presets),
+        )
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(
+            f"cannot read {file}: {error}", hint="a cluster is a TOML file in UTF-8"
+        ) from error
+    return _structure(table, Cluster, prefix="", where=str(file))
+
+
+def _structure(table: dict[str, Any], type_: type[T], *, prefix: str, where: str) -> T:
+    """A parsed table as a dataclass: every key, no other, of the right type and in range."""
+    types = get_type_hints(type_)
+    for key in table:
+        if key not in types:
+            raise InputError(
+                f"{where}: unknown key {prefix}{key}",
+                hint=nearest(prefix + key, [prefix + name for name in types]),
+            )
+    values: dict[str, Any] = {}
+    for field in fields(type_):  # type: ignore[arg-type]
+        name, kind = prefix + field.name, types[field.name]
+        if field.name not in table:
+            raise InputError(f"{where}: {name} is missing", hint=f"add {name}")
+        value = table[field.name]
+        if is_dataclass(kind):
+            if not isinstance(value, dict):
+                raise InputError(
+                    f"{where}: {name} = {value!r} must be a table", hint=f"write [{name}]"
+                )
+            values[field.name] = _structure(value, kind, prefix=f"{name}.", where=where)
+        else:
+            values[field.name] = _value(value, kind, name, where)
+    return type_(**values)
+
+
+def _value(value: Any, type_: type, name: str, where: str) -> Any:
+    if type_ is str:
+        if type(value) is str and value:
+            return value
+        raise InputError(f"{where}: {name} = {value!r} must be text", hint=f'write {name} = "..."')
+    types = (int,) if type_ is int else (int, float)
+    if type(value) not in types or not math.isfinite(value):
+        what = "a whole number" if type_ is int else "a number"
+        raise InputError(f"{where}: {name} = {value!r} must be {what}", hint=f"correct {name}")
+    key = name.rpartition(".")[2]
+    if key == "efficiency" and not 0 < value <= 1:
+        raise InputError(
+            f"{where}: {name} = {value!r} must be a fraction", hint="0.8 is 80 % of the data sheet"
+        )
+    may_be_zero = key in ("step_latency_us", "sms_held")
+    if value < 0 or (value == 0 and not may_be_zero):
+        raise InputError(
+            f"{where}: {name} = {value!r} must be {'0 or more' if may_be_zero else 'above 0'}",
+            hint=f"correct {name}",
+        )
+    return type_(value)

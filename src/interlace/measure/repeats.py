@@ -1,0 +1,46 @@
+"""What repeats of a measurement say: a typical value, its spread, and whether to measure again."""
+
+from collections.abc import Callable, Sequence
+from math import ceil
+from statistics import fmean, quantiles
+from typing import TypeVar
+
+T = TypeVar("T")
+
+OUTLIERS = 0.1
+"""Share of the samples dropped at either end."""
+MOST_TRIES = 3
+"""So often one thing is measured before it is taken as it is."""
+
+
+def least_noisy(measure: Callable[[], T], excess: Callable[[T], float]) -> T:
+    """The first result of `measure` whose `excess` is 0, of `MOST_TRIES` the one with the least.
+
+    Collective if `measure` is: ranks must have agreed on what `excess` looks at, so that they try
+    equally often.
+    """
+    best = measure()
+    for _ in range(MOST_TRIES - 1):
+        if not excess(best):
+            break
+        best = min(best, measure(), key=excess)
+    return best
+
+
+def typical(samples: Sequence[float]) -> float:
+    """Mean without the tenth at either end (at least one sample each, from three samples on).
+
+    A step is a sum of times, so of skewed times, as transfers of gloo are, the mean predicts it
+    and the median is too short (seen: mean 14.6 ms, median 13.9 ms).
+    """
+    ordered = sorted(samples)
+    drop = ceil(OUTLIERS * len(ordered)) if len(ordered) > 2 else 0
+    return fmean(ordered[drop : len(ordered) - drop])
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Interquartile range."""
+    if len(samples) < 2:
+        return 0.0
+    low, _, high = quantiles(samples, n=4, method="inclusive")
+    return high - low

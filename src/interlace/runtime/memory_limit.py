@@ -1,0 +1,44 @@
+"""What a rank needs beside the values of its graphs, and how much a plan may add."""
+
+from torch import nn
+
+from interlace.config import RunConfig
+from interlace.parallel.data import DataLayout
+from interlace.parallel.local_parts import local
+from interlace.search.limits import MemoryLimits
+
+MIB = 2**20
+
+
+def constant_bytes(config: RunConfig, module: nn.Module, data: DataLayout | None) -> dict[str, int]:
+    """What a rank holds from the first step to the last, by name, where it runs strands."""
+    parts = [local(parameter) for parameter in module.parameters()]
+    item = parts[0].element_size()
+    elements = sum(part.numel() for part in parts)
+    buckets = data.buckets if data is not None else ()
+    sharded = sum(bucket.elements for bucket in buckets if bucket.sharded)
+    own = sharded // (data.shard.size if data is not None else 1)
+    owned = elements - sharded + own
+    separate = config.train.dtype != "float32"
+    computing = own if data is not None and data.gathers_each else sharded
+    summed = 0 if data is not None and data.reduce_each else sharded
+    held = {
+        "weights": (elements - sharded + computing) * item,
+        "weight shards": own * item if separate and data is not None and data.zero == 1 else 0,
+        "float32 masters": 4 * owned if separate else 4 * (own if computing != own else 0),
+        "gradient sums": 4 * (elements - sharded + summed),
+        "gradient shards": 4 * own,
+        "optimizer state": 8 * owned,
+        "buffers": sum(b.numel() * b.element_size() for b in module.buffers()),
+    }
+    return {name: size for name, size in held.items() if size}
+
+
+def memory_limits(config: RunConfig, module: nn.Module, data: DataLayout | None) -> MemoryLimits:
+    """The limits that `config.plan` sets for the chunk `module` of this rank."""
+    return MemoryLimits(
+        bound_bytes=int(config.plan.memory_mib * MIB),
+        constant_bytes=sum(constant_bytes(config, module, data).values()),
+        extra_share=config.plan.extra_memory,
+        extra_bytes=int(config.plan.extra_memory_mib * MIB),
+    )

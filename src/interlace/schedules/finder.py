@@ -1,0 +1,173 @@
+"""From a name to a schedule, and from a schedule to the actions and phases of a step."""
+
+import hashlib
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from interlace import schedules
+from interlace.errors import InputError, nearest
+from interlace.ir.actions import Action, Direction, Share, Strand, labels_of
+from interlace.ir.graph import OpGraph
+from interlace.ir.phases import phase_graph, whole_graph
+from interlace.ir.plan import PhasePlan, Plan
+from interlace.schedules.passes import with_ends, with_heads, with_once_a_step
+from interlace.schedules.verify import check_actions
+
+ScheduleFunction = Callable[..., tuple[tuple[Action, ...], ...]]
+"""`(ranks, micro_batches, chunks) -> for each rank a tuple of actions`."""
+
+MOST = 8
+"""Phases are looked for in steps of 2 to so many micro-batches; schedules repeat themselves long
+before, as at most one more micro-batch per chunk is in flight."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A function that gives actions, under a name that finds it again."""
+
+    name: str
+    """A file of this package, or `module:function`."""
+    function: ScheduleFunction
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks a rank has: the default of the function's `chunks`, else 1."""
+        parameter = inspect.signature(self.function).parameters.get("chunks")
+        given = parameter is not None and parameter.default is not inspect.Parameter.empty
+        return int(parameter.default) if parameter is not None and given else 1
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """Names of the graphs that it needs: forward and backward of each chunk."""
+        numbers = range(self.chunks) if self.chunks > 1 else (None,)
+        return tuple(Strand(way, number).graph for way in Direction for number in numbers)
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether some action runs two strands."""
+        return any("+" in phase for phase in self.phases(self.graphs))
+
+    def actions(
+        self, micro_batches: int, graphs: Collection[str], *, head: bool = False
+    ) -> tuple[Action, ...]:
+        """What this rank runs in a step; `graphs` names the graphs that it has, and with `head`
+        the first operators of a forward run one action ahead.
+
+        Raises InputError if the schedule cannot run so, naming the action."""
+        chunks = chunk_count(graphs)
+        given = self.function(ranks=1, micro_batches=micro_batches, chunks=chunks)
+        actions = self._checked(given)
+        check_actions(actions, micro_batches=micro_batches, chunks=chunks, name=self.name)
+        actions = with_ends(actions, graphs)
+        if head:
+            actions = with_heads(actions)
+        return with_once_a_step(actions, graphs)
+
+    def digest(self, graphs: Collection[str], *, head: bool = False) -> str:
+        """A hash of the actions of steps of 2 to `MOST` micro-batches; ranks that run one schedule
+        have the same."""
+        counts = range(2, MOST + 1)
+        lines = [str(a) for count in counts for a in self.actions(count, graphs, head=head)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def phases(self, graphs: Collection[str], *, head: bool = False) -> tuple[str, ...]:
+        """All phases that steps of any number of micro-batches run, in order of appearance."""
+        found: dict[str, None] = {}
+        for count in range(MOST, 1, -1):
+            for action in self.actions(count, graphs, head=head):
+                found.setdefault(action.phase)
+        return tuple(found)
+
+    def _checked(self, given: object) -> tuple[Action, ...]:
+        per_rank = given if isinstance(given, tuple) else ()
+        actions = per_rank[0] if len(per_rank) == 1 and isinstance(per_rank[0], tuple) else ()
+        if not actions or not all(isinstance(action, Action) for action in actions):
+            raise InputError(
+                f"schedule {self.name!r} gave {given!r:.80} for one rank, not a tuple with one "
+                "tuple of actions",
+                hint="return ((action, action, ...),), as in interlace/schedules/two_strand.py",
+            )
+        return actions
+
+
+def find(schedule: str | ScheduleFunction) -> Schedule:
+    """The schedule of this name: a file of this package, `module:function`, or a function itself.
+
+    Raises InputError if there is none."""
+    if not isinstance(schedule, str):
+        where = f"{getattr(schedule, '__module__', '?')}:{getattr(schedule, '__qualname__', '?')}"
+        own = where.removeprefix(f"{schedules.__name__}.").partition(":")
+        return Schedule(own[0] if own[0] == own[2] else where, schedule)
+    if ":" in schedule:
+        return Schedule(schedule, _imported(schedule))
+    if schedule not in (known := names()):
+        raise InputError(
+            f"unknown schedule {schedule!r}",
+            hint=f"{nearest(schedule, known)} A schedule of your own is 'module:function'.",
+        )
+    module = importlib.import_module(f"{schedules.__name__}.{schedule}")
+    return Schedule(schedule, getattr(module, schedule))
+
+
+def names() -> tuple[str, ...]:
+    """The schedules of this package: its modules that have a function of their own name."""
+    found = [module.name for module in pkgutil.iter_modules(schedules.__path__)]
+    modules = {name: importlib.import_module(f"{schedules.__name__}.{name}") for name in found}
+    return tuple(
+        name for name, module in modules.items()
+        if getattr(getattr(module, name, None), "__module__", "") == module.__name__
+    )  # fmt: skip
+
+
+def _imported(name: str) -> ScheduleFunction:
+    module, _, function = name.partition(":")
+    try:
+        loaded = sys.modules.get(module) or importlib.import_module(module)
+        found: object = loaded
+        for part in function.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"schedule {name!r} cannot be imported: {error}",
+            hint="give module:function of a module that Python finds here",
+        ) from error
+    if not callable(found):
+        raise InputError(f"schedule {name!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def chunk_count(graphs: Collection[str]) -> int:
+    """How many chunks of the model a rank has, from the names of its graphs."""
+    return len(labels_of(graphs, Direction.FORWARD, Share.WHOLE))
+
+
+def sequential(graphs: Mapping[str, OpGraph]) -> Plan:
+    """One strand: the graphs of the strands in the order in which they were traced."""
+    schedule = find("one_strand")
+    orders = {name: phase_graph(name, graphs, 0).order for name in schedule.phases(graphs)}
+    phases = {name: PhasePlan(order, 0, 0) for name, order in orders.items()}
+    return Plan("sequential", whole_graph(graphs).digest, "-", schedule.name, phases)
+
+
+def validate(
+    plan: Plan, graphs: Mapping[str, OpGraph], where: str, schedule: Schedule | None = None
+) -> None:
+    """Raise InputError unless `plan` has a valid order for every phase of its schedule, and no
+    phase of another one. `schedule` is looked up by the plan's name if it is not given."""
+    schedule = schedule or find(plan.schedule)
+    plan.validate(graphs, where)
+    needed = schedule.phases(graphs, head=bool(plan.head))
+    for name in needed:
+        if plan.of_phase(name) is None:
+            raise InputError(f"{where}: phase {name!r} is missing", hint="plan again")
+    for name in plan.phases:
+        if name not in needed:
+            raise InputError(
+                f"{where}: phase {name!r} is none of schedule {schedule.name!r}: "
+                f"{', '.join(needed)}",
+                hint="plan again",
+            )

@@ -1,0 +1,174 @@
+"""Simulate one rank's issue order on one compute lane and one queue per link lane.
+
+The rank issues operators in order. A compute operator starts when the compute lane is free and
+the collectives that it needs are done; waiting for them is exposed communication. A collective is
+issued without blocking and takes its lane in issue order.
+
+Contention makes this a fluid model: while a compute operator and a transfer are both under way
+each goes on at 1 / factor of its speed, factors of several transfers adding up, and transfers on
+lanes of one link share its bandwidth evenly. Speeds change only when something starts or ends.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from interlace.ir.actions import shown
+from interlace.ir.costs import Contention
+from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
+from interlace.ir.timeline import WAIT, Span, Timeline
+
+_DONE_NS = 1e-3
+"""Work below this is rounding error of the speeds."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One collective under way; times in ns, work in ns at full speed."""
+
+    op: Operator
+    strand: str
+    micro_batch: int
+    left: float
+    issue: float
+    start: float
+    end: float = -1.0
+
+
+class Rank:
+    """The compute lane and the links of one rank, advanced operator by operator."""
+
+    def __init__(self, issue_ns: int = 0, contention: Contention | None = None) -> None:
+        self.issue_ns = issue_ns
+        self.factors = contention.factors if contention else {}
+        self.links = contention.links if contention else {}
+        self.now = 0.0
+        self.queues: dict[str, deque[Transfer]] = {}
+        self.log: list[Span | Transfer] = []
+
+    def collective(self, op: Operator, ns: int, strand: str, micro_batch: int) -> Transfer:
+        """Issue a collective, which holds the compute lane for `issue_ns`."""
+        queue = self.queues.setdefault(op.lane, deque())
+        transfer = Transfer(op, strand, micro_batch, float(ns), self.now, self.now)
+        queue.append(transfer)
+        self.log.append(transfer)
+        if self.issue_ns:
+            self._compute_lane(op, None, self.issue_ns, strand, micro_batch)
+        return transfer
+
+    def compute(self, op: Operator, ns: int, strand: str, micro_batch: int) -> None:
+        """Run a compute operator to its end."""
+        self._compute_lane(op, op.kind, ns, strand, micro_batch)
+
+    def wait(self, transfers: Iterable[Transfer]) -> None:
+        """Idle until all of them are over."""
+        for transfer in transfers:
+            begin = self.now
+            self._idle_until(transfer)
+            self._log(transfer.op.id, WAIT, begin, transfer.strand, transfer.micro_batch)
+
+    def in_flight(self) -> list[Transfer]:
+        """Collectives that are not over, lane by lane in issue order."""
+        return [transfer for queue in self.queues.values() for transfer in queue]
+
+    def finish(self) -> tuple[Span, ...]:
+        """Wait for everything; all spans, in order of issue."""
+        begin = self.now
+        for transfer in self.in_flight():
+            self._idle_until(transfer)
+        self._log("end", WAIT, begin, "", 0)
+        return tuple(_span(each) if isinstance(each, Transfer) else each for each in self.log)
+
+    def _compute_lane(
+        self, op: Operator, kind: Kind | None, ns: int, strand: str, micro_batch: int
+    ) -> None:
+        begin, work = self.now, float(ns)
+        while work > _DONE_NS:
+            heads = self._heads()
+            slow = 1.0 + sum(self._factors(kind, transfer)[0] - 1.0 for transfer in heads)
+            step = min([work * slow, *(t.left * self._slow(kind, t, heads) for t in heads)])
+            self._step(kind, heads, step)
+            work -= step / slow
+        ends = (round(begin), round(self.now))
+        self.log.append(Span(op.id, op.kind, COMPUTE_LANE, *ends, strand, micro_batch))
+
+    def _idle_until(self, transfer: Transfer) -> None:
+        while transfer.end < 0:
+            heads = self._heads()
+            self._step(None, heads, min(t.left * self._slow(None, t, heads) for t in heads))
+
+    def _step(self, kind: Kind | None, heads: list[Transfer], step: float) -> None:
+        """Let `step` ns pass, in which nothing starts and nothing ends before the end."""
+        slow = [self._slow(kind, transfer, heads) for transfer in heads]
+        self.now += step
+        for transfer, factor in zip(heads, slow, strict=True):
+            transfer.left -= step / factor
+            if transfer.left <= _DONE_NS:
+                transfer.end = self.now
+                queue = self.queues[transfer.op.lane]
+                queue.popleft()
+                if queue:
+                    queue[0].start = self.now
+
+    def _log(self, name: str, kind: str, begin: float, strand: str, micro_batch: int) -> None:
+        """A span on the compute lane from `begin` to now, if that takes time."""
+        start, end = round(begin), round(self.now)
+        if end > start:
+            self.log.append(Span(name, kind, COMPUTE_LANE, start, end, strand, micro_batch))
+
+    def _heads(self) -> list[Transfer]:
+        return [queue[0] for queue in self.queues.values() if queue]
+
+    def _factors(self, kind: Kind | None, transfer: Transfer) -> tuple[float, float]:
+        return self.factors.get((kind, transfer.op.kind), (1.0, 1.0)) if kind else (1.0, 1.0)
+
+    def _slow(self, kind: Kind | None, transfer: Transfer, heads: list[Transfer]) -> float:
+        """How much longer than alone this transfer takes at the moment."""
+        factor = self._factors(kind, transfer)[1]
+        link = self.links.get(transfer.op.lane)
+        if link is None:
+            return factor
+        return factor * sum(self.links.get(other.op.lane) == link for other in heads)
+
+
+def _span(transfer: Transfer) -> Span:
+    op = transfer.op
+    return Span(
+        op.id,
+        op.kind,
+        op.lane,
+        round(transfer.start),
+        round(transfer.end),
+        transfer.strand,
+        transfer.micro_batch,
+        round(transfer.issue),
+        max(op.bytes_in, op.bytes_out),
+    )
+
+
+def simulate(
+    graph: OpGraph,
+    order: Sequence[str],
+    solo_ns: Mapping[str, int],
+    *,
+    issue_ns: int = 0,
+    contention: Contention | None = None,
+    barriers: Collection[str] = (),
+    label: str = "predicted",
+) -> Timeline:
+    """The timeline of `order`. `issue_ns` is the compute lane's time to start a collective; after
+    each operator in `barriers` the rank waits for everything in flight."""
+    rank = Rank(issue_ns, contention)
+    flying: dict[str, Transfer] = {}
+    stops = frozenset(barriers)
+    for name in order:
+        op = graph.by_id[name]
+        strand = shown(name.partition(".")[0] if "." in name else graph.name)
+        rank.wait(flying[source] for source in op.inputs if source in flying)
+        if op.is_collective:
+            flying[name] = rank.collective(op, solo_ns[name], strand, 0)
+        else:
+            rank.compute(op, solo_ns[name], strand, 0)
+        if name in stops:
+            rank.wait(rank.in_flight())
+    return Timeline(label, 0, rank.finish())

@@ -1,0 +1,154 @@
+"""What the ranks of a run must hold alike: code, files, weights, the order of the data, state.
+
+They are compared when the session is built, after a checkpoint is taken up, and before one is
+written. A rank that differs in any of these trains another model than the others, and nothing
+that it does fails.
+"""
+
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from interlace.config import RunConfig
+from interlace.data.batches import Batches
+from interlace.models.hugging_face_files import folder_digest
+from interlace.parallel.own_buffers import own_buffers
+from interlace.ranks.agree import Content, check_agreement, check_contents, environment_fields
+from interlace.ranks.replicas import random_state, tensor_contents
+from interlace.ranks.small_collectives import alone
+from interlace.ranks.source_files import package_contents
+from interlace.train.session import Session
+
+_WEIGHTS_HINT = (
+    "the ranks that share a weight must begin with the same one: build the model from the same "
+    "seed and files on all of them"
+)
+_STATE_HINT = (
+    "a rank went its own way, by a fault of its machine or by code that differs per rank; start "
+    "again from the last checkpoint"
+)
+
+
+def check_software(config: RunConfig) -> None:
+    """Configuration, versions and the package's own files. Collective; before anything is built:
+    with other shapes on one rank the first collective would hang."""
+    if alone():
+        return
+    check_agreement(_configuration(config) | environment_fields() | _model_software(config))
+    check_contents(package_contents())
+
+
+def check_built(session: Session) -> None:
+    """Data, graphs, plans, weights and buffers, before the first step. Collective."""
+    if alone():
+        return
+    check_agreement(_built(session))
+    masters = {f"weight {name!r}": each for name, each in session.weights.masters.items()}
+    check_contents(
+        tensor_contents(masters) + module_buffers(session.weights.module, None) + _draws(session),
+        hint=_WEIGHTS_HINT,
+    )
+    check_agreement(_order(session.batches()))
+
+
+def check_state(
+    session: Session,
+    step: int,
+    batches: Batches,
+    tensors: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """What a checkpoint of `step` holds, `tensors` by name, and where the ranks stand. Collective
+    on `group`."""
+    if alone(group):
+        return
+    fields = {
+        "the step": str(step),
+        "the learning rate": str([each["lr"] for each in session.optimizer.param_groups]),
+        "the step of the learning rate": str(session.schedule.last_epoch),
+    }
+    check_agreement(fields | _order(batches), group=group)
+    named = {_label(name): each for name, each in tensors.items() if not name.startswith("rng.")}
+    contents = tensor_contents(named, group=group) + module_buffers(session.weights.module, group)
+    check_contents([*contents, *_generators(session)], group=group, hint=_STATE_HINT)
+
+
+def _configuration(config: RunConfig) -> dict[str, str]:
+    """Every value by its name in the run file; only where files are written may differ."""
+    fields = {}
+    for table, values in config.as_dict().items():
+        if isinstance(values, dict) and table != "output":
+            fields |= {f"{table}.{key}": str(value) for key, value in values.items()}
+        elif table != "output":
+            fields[table] = str(values)
+    return fields
+
+
+def _model_software(config: RunConfig) -> dict[str, str]:
+    """What a published model is made from, where one is asked for."""
+    found = {}
+    # What is missing on all ranks is refused by name later, where it is needed.
+    if config.model.source == "hugging_face":
+        try:
+            found["transformers version"] = importlib.metadata.version("transformers")
+        except importlib.metadata.PackageNotFoundError:
+            found["transformers version"] = "not installed"
+    if config.model.config:
+        try:
+            digest = folder_digest(Path(config.model.config))
+        except OSError as error:
+            digest = f"unreadable: {error.strerror}"
+        found["the files of model.config"] = digest
+    return found
+
+
+def _built(session: Session) -> dict[str, str]:
+    fields = {"data": session.dataset.digest}
+    if session.strands is not None:
+        fields["graph"] = session.strands.digest
+    return fields | {f"plan of mode {mode}": plan.digest for mode, plan in session.plans.items()}
+
+
+def _order(batches: Batches) -> dict[str, str]:
+    """Which samples come next, and in which order."""
+    state = batches.state_dict()
+    return {
+        "the position in the data": json.dumps(state),
+        "the order of the data": batches.order_digest(),
+    }
+
+
+def _label(name: str) -> str:
+    """A tensor of a checkpoint, in words."""
+    kind, _, rest = name.partition(".")
+    if kind == "weights":
+        return f"weight {rest!r}"
+    weight, _, key = rest.rpartition(".")
+    return f"{key} of the optimizer for {weight!r}"
+
+
+def module_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> list[Content]:
+    """Buffers of a model, of which ranks may hold their own rows."""
+    buffers = {f"buffer {name!r}": each for name, each in module.named_buffers()}
+    own = {f"buffer {name!r}": place for name, place in own_buffers(module)}
+    return tensor_contents(buffers, own=own, group=group)
+
+
+def _draws(session: Session) -> list[Content]:
+    """Ranks that hold different parts of the weights must have drawn them alike: random generators
+    that began differently never meet."""
+    return [Content(name="the random state after the model was built", digest=session.drawn)]
+
+
+def _generators(session: Session) -> list[Content]:
+    """Eager steps draw masks of dropout from torch's generator, which must be the same ones on the
+    ranks that share a layer."""
+    if session.config.strands != "eager" or session.meshes.tensor.size() == 1:
+        return []
+    place = f"{session.meshes.data_rank} {session.meshes.context.get_local_rank()}"
+    state = random_state(session.device)
+    return [Content(name="the random state", digest=state, layout="data", part=place)]

@@ -1,0 +1,228 @@
+"""Proves that several chunks on a rank change no bit: `folded`, the front half of one micro-batch's
+forward beside the back half of another's backward, against one strand, over 20 steps of training.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from processes import gloo_group, run_ranks
+from strand_world import OPTIMIZER, Case, bits, differences, open_world, train
+from test_compile_step import QUICK, example, gradients_of, images, mixer, same
+from test_data_parallel import Rank, build_meshes, open_rank, parallel
+from torch.distributed.device_mesh import init_device_mesh
+
+import interlace
+from interlace.errors import InputError
+from interlace.ir.actions import Action, backward, forward, strands_of, together
+from interlace.ir.plan import PhasePlan, Plan
+from interlace.runtime.fold import in_chunks
+from interlace.runtime.strands import Strands
+from interlace.train.engines import StrandEngine
+from interlace.train.optimizer import build_optimizer
+from interlace.train.weights import clip_gradients
+from orders import random_order
+from phases import phase_graphs
+
+STEPS = 20
+LAYOUTS = ("zero3x2 tp2", "zero1x2 tp2")
+
+
+def fold(strands: Strands, seed: int) -> tuple[Strands, Plan]:
+    """Two chunks, and a valid plan that no search would make."""
+    halves = in_chunks(strands, 2)
+    graphs = phase_graphs(halves.op_graphs, schedule="folded")
+    phases = {name: PhasePlan(random_order(graph, seed), 0, 0) for name, graph in graphs.items()}
+    return halves, Plan("random", halves.digest, "-", "folded", phases)
+
+
+def tensor_parallel() -> dict[str, Any]:
+    """What differs between one strand and folded, over 20 steps; and how graphs were cut."""
+    with gloo_group():
+        world = open_world(Case(tied_head=True), 2)
+        one = train(world, world.engine(), STEPS)
+        halves, plan = fold(world.strands, 3)
+        engine = StrandEngine(world.weights, halves, plan, world.constants)
+        found = differences(one, train(world, engine, STEPS))
+        evaluated = [
+            torch.stack(executor.evaluate(world.case.batches(99))).tolist()
+            for executor in (engine.executor, world.engine().executor)
+        ]
+        left = (len(halves.parts[name].operators) for name in ("forward_0", "forward_1"))
+        return {
+            "different": found,
+            "steps": len(one),
+            "names": len(one[0]),
+            "evaluated": evaluated[0] == evaluated[1],
+            "chunks": all(left),
+            "both": [name for name in engine.executor.lowered if len(strands_of(name)) == 2],
+        }
+
+
+def sharded() -> dict[str, list[str]]:
+    """By layout: steps and names whose bits differ over 20 steps."""
+    found = {}
+    groups: dict[str, str] = {}
+    with gloo_group():
+        for layout in LAYOUTS:
+            meshes = build_meshes(parallel(layout), "cpu")
+            groups |= meshes.axis_of_group
+            seen = []
+            for folded in (False, True):
+                rank = open_rank(layout, "llama", meshes, groups)
+                strands, plan = rank.strands, rank.strands.sequential
+                if folded:
+                    strands, plan = fold(rank.strands, 5)
+                engine = StrandEngine(rank.weights, strands, plan, rank.constants)
+                seen.append(trained(rank, engine))
+            found[layout] = differences(*seen)
+    return found
+
+
+def trained(rank: Rank, engine: StrandEngine) -> list[dict[str, str]]:
+    """Bits of losses, gradients and weights after each step."""
+    optimizer = build_optimizer(rank.weights.parameters, OPTIMIZER)
+    steps = []
+    for _ in range(STEPS):
+        losses = engine.step(rank.batches)
+        clip_gradients(rank.weights.parameters, OPTIMIZER.clip_norm)
+        optimizer.step()
+        rank.weights.publish()
+        now = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(losses)}
+        for name, master in rank.weights.masters.items():
+            now[f"weight {name}"] = bits(master)
+            now[f"gradient {name}"] = bits(master.grad)
+        steps.append(now)
+    return steps
+
+
+def all_forwards_first(
+    ranks: int, micro_batches: int, chunks: int = 1
+) -> tuple[tuple[Action, ...], ...]:
+    """A user's own schedule, in the user's own file."""
+    numbers = range(1, micro_batches + 1)
+    return ((*(together(forward(i)) for i in numbers), *(together(backward(i)) for i in numbers)),)
+
+
+def compiled() -> dict[str, Any]:
+    """A user's module by each schedule: same losses and gradients, and what was refused."""
+    with gloo_group():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        seen, refused = {}, ""
+        for schedule in ("one_strand", "two_strand", "folded", all_forwards_first):
+            model = mixer()
+            example().split(model, mesh)
+            batch = images()[0]
+            step = interlace.compile_step(
+                model, example().loss_fn, batch, mesh=mesh, schedule=schedule, config=QUICK
+            )
+            loss = step(images())
+            seen[step.plan.schedule] = ({**gradients_of(model), "loss": loss}, len(step.actions(4)))
+        try:
+            interlace.compile_step(
+                model, example().loss_fn, batch, mesh=mesh, schedule="fold", config=QUICK
+            )
+        except InputError as error:
+            refused = f"{error.message} {error.hint}"
+        one = seen["one_strand"][0]
+        return {
+            "same": {name: same(one, values) for name, (values, _) in seen.items()},
+            "actions": {name: count for name, (_, count) in seen.items()},
+            "refused": refused,
+        }
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, list[Any]]:
+    """What each rank found out."""
+    return {
+        "tensor": run_ranks("test_folded:tensor_parallel", 2, timeout_s=200),
+        "sharded": run_ranks("test_folded:sharded", 4, timeout_s=200),
+        "compiled": run_ranks("test_folded:compiled", 2, timeout_s=200),
+    }
+
+
+def test_folded_has_the_bits_of_one_strand(cases: dict[str, list[Any]]) -> None:
+    """Tensor parallel with a tied head: losses, gradients and weights of 20 steps, in an order
+    that no search would make; and losses without gradients."""
+    for facts in [rank.value for rank in cases["tensor"]]:
+        assert facts["different"] == []
+        assert (facts["steps"], facts["chunks"], facts["evaluated"]) == (STEPS, True, True)
+        assert facts["names"] > 10
+        assert facts["both"] == ["forward_0+backward_1", "forward_1+backward_0"]
+
+
+def test_folded_with_sharded_data_parallelism(cases: dict[str, list[Any]]) -> None:
+    """ZeRO-3, which gathers weights in every chunk, and ZeRO-1, which gathers once a step and
+    reduces at its end, each with tensor parallelism on 4 ranks."""
+    for facts in [rank.value for rank in cases["sharded"]]:
+        assert facts == {layout: [] for layout in LAYOUTS}
+
+
+def test_compile_step_takes_a_schedule(cases: dict[str, list[Any]]) -> None:
+    """By name or as a function from a file of the user's own; another name is refused."""
+    own = "test_folded:all_forwards_first"
+    for facts in [rank.value for rank in cases["compiled"]]:
+        names = ["one_strand", "two_strand", "folded", own]
+        assert facts["same"] == dict.fromkeys(names, True)
+        assert facts["actions"] == {
+            "one_strand": 8, "two_strand": 5, "folded": 10, own: 8,
+        }  # fmt: skip
+        assert "unknown schedule 'fold'" in facts["refused"]
+        assert "folded" in facts["refused"]
+
+
+class Dropped(torch.nn.Module):
+    """Two layers with dropout between, so that masks cross the fold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.dropout(torch.relu(layer(x)), 0.3) + x
+        return x.square().mean()
+
+
+def test_folded_with_dropout_on_one_rank() -> None:
+    """Masks follow from seeds, so they are those of one strand in either half."""
+    seen = []
+    for schedule in ("one_strand", "folded"):
+        torch.manual_seed(1)
+        model = Dropped()
+        batches = [(torch.randn(4, 8),) for _ in range(3)]
+        step = interlace.compile_step(
+            model, lambda m, x: m(x), batches[0], schedule=schedule, config=QUICK
+        )
+        loss = step(batches)
+        seen.append({**gradients_of(model), "loss": loss})
+    assert same(*seen)
+
+
+def test_graphs_too_small_to_fold_are_refused() -> None:
+    """By name, and with what to do."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    with pytest.raises(InputError, match="too few to fold") as caught:
+        interlace.compile_step(
+            model, lambda m, x: m(x).sum(), (torch.ones(1, 2),), schedule="folded", config=QUICK
+        )
+    assert "two_strand" in str(caught.value.hint)
+
+
+def test_a_schedule_that_cannot_run_is_refused_before_anything_is_traced() -> None:
+    """Its action is named, and the module is not even called."""
+
+    def backwards(
+        ranks: int, micro_batches: int, chunks: int = 1
+    ) -> tuple[tuple[Action, ...], ...]:
+        return (tuple(reversed(all_forwards_first(ranks, micro_batches)[0])),)
+
+    def never(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("called")
+
+    with pytest.raises(InputError, match="before the forward of micro-batch") as caught:
+        interlace.compile_step(
+            torch.nn.Linear(2, 1), never, (torch.ones(1, 2),), schedule=backwards, config=QUICK
+        )
+    assert "backwards" in caught.value.message
