@@ -9,43 +9,37 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from interlace.compiled import Compilation, CompiledStep, Draws, Settings
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
 from interlace.decompose.listing import Listing
 from interlace.errors import InputError
-from interlace.graphs.dropout import seeds_for
 from interlace.graphs.wide_sums import wide_sums
 from interlace.ir.actions import Action
 from interlace.ir.costs import CostTable
-from interlace.ir.plan import Plan, read
+from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
-from interlace.measure.cache import cached
-from interlace.measure.machine import machine_id
-from interlace.measure.start_up import profile_strands
+from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import DataLayout
 from interlace.ranks.agree import check_agreement, refused_together
 from interlace.ranks.determinism import check_current, nondeterminism, warn_of_other_bits
 from interlace.runtime.binding import Binding
+from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.gradients import ParameterGradients
+from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.mesh_axes import axis_of_group, data_rank_of, replicas_of
 from interlace.runtime.module_tree import refuse_gradient_hooks
-from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
-from interlace.runtime.recorder import Recorder, clock_for
+from interlace.runtime.recorder import Recorder
 from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
-from interlace.runtime.strands import Strands, build_strands
+from interlace.runtime.strands import build_strands
 from interlace.schedules.finder import Schedule, ScheduleFunction, find
 from interlace.search.limits import MemoryLimits
-from interlace.search.planner import make_plan
-from interlace.train.memory_limit import memory_limits
-from interlace.train.session import cache_directory, decompose_of, link_label
 
 Batch = tuple[Tensor, ...]
 LossFunction = Callable[..., Tensor]
@@ -89,9 +83,7 @@ def compile_step(
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
     chunk = ModuleWithLoss(module, loss_fn)
     with refused_together():
-        if strands not in (1, 2):
-            raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
-        found = find(schedule or ("one_strand", "two_strand")[strands - 1])
+        found = _schedule(schedule, strands)
         check_example(example_inputs)
         check_current(example_inputs[0].device)
         check_wrappers(module)
@@ -112,25 +104,15 @@ def compile_step(
     gradients = ParameterGradients(
         chunk, whole.parameters, whole.placements, dtype, replicas=data is not None
     )
-    if found.name == "one_strand":
-        planned = Planned(whole, whole.sequential, None, found)
-    else:
-        limits = memory_limits(RunConfig(plan=config), chunk, data)
-        planned = _planned(candidates, example_inputs, gradients, config, overlap, limits, found)
-    data_rank = data_rank_of(mesh, planned.strands)
-    step = Step(planned, gradients, binding, example_inputs, data_rank, alike)
-    check_agreement({"plan": step.plan.digest, "schedule": step.schedule_digest})
+    limits = memory_limits(RunConfig(plan=config), chunk, data)
+    settings = _settings(config, overlap, limits)
+    compilation = Compilation(candidates, example_inputs, gradients.constants, settings)
+    compiled = _compiled(compilation, found, gradients, data_rank_of(mesh, whole))
+    costs = compilation.tables.get(compiled.strands.digest)
+    step = Step(compiled, costs, gradients, binding, example_inputs, alike)
+    check_agreement(compiled.digests)
     warn_of_other_bits(step.nondeterminism)
     return step
-
-
-class Planned(NamedTuple):
-    """Graphs, the order in which they run, and the measured times behind it."""
-
-    strands: Strands
-    plan: Plan
-    costs: CostTable | None
-    schedule: Schedule
 
 
 class Step:
@@ -151,26 +133,23 @@ class Step:
 
     def __init__(
         self,
-        planned: Planned,
+        compiled: CompiledStep,
+        costs: CostTable | None,
         gradients: ParameterGradients,
         binding: Binding,
         example: Batch,
-        data_rank: int,
         alike: ModuleAgreement,
     ) -> None:
-        strands, self.plan, self.costs, self._schedule = planned
-        self.decomposed = strands.listing
+        self.plan = compiled.plan
+        self.costs = costs
+        self.decomposed = compiled.strands.listing
         self.losses = []
-        self._strands = strands
+        self._compiled = compiled
         self._gradients = gradients
         self._binding = binding
         self._example = example
-        self._executor = strands.executor(self.plan, gradients.constants, self._schedule)
-        self._clock = clock_for(example[0].device.type)
         self._number = 0
-        self._data_rank = data_rank
         self.nondeterminism = nondeterminism(example[0].device)
-        self._seed = torch.initial_seed()
         self._alike = alike
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
@@ -185,12 +164,7 @@ class Step:
     def actions(self, micro_batches: int) -> tuple[Action, ...]:
         """What this rank runs in a step of so many micro-batches, action by action; `print` shows
         which forward and backward each of them puts together."""
-        return self._schedule.actions(micro_batches, self._strands.parts, head=bool(self.plan.head))
-
-    @property
-    def schedule_digest(self) -> str:
-        """A hash of the actions, equal on all ranks."""
-        return self._schedule.digest(self._strands.parts, head=bool(self.plan.head))
+        return self._compiled.actions(micro_batches)
 
     def check_ranks(self) -> None:
         """Raise PeerError, naming weight and ranks, if parameters or buffers have come to differ
@@ -205,29 +179,22 @@ class Step:
     def record(self, micro_batches: Sequence[Batch], label: str = "step") -> Timeline:
         """The same step, recorded operator by operator: what was hidden and what was exposed."""
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        recorder = Recorder(self._strands.op_graphs, self._clock.restarted())
+        recorder = self._compiled.recorder()
         self._run(micro_batches, recorder)
         return recorder.timeline(label, rank)
 
     def _run(self, micro_batches: Sequence[Batch], recorder: Recorder | None) -> Tensor:
         check_batches(micro_batches, self._example)
         if self._binding.check():
-            self._gradients.rebind(self._strands.module)
-            self._executor.rebind({**self._strands.buffers(), **self._gradients.constants})
+            strands = self._compiled.strands
+            self._gradients.rebind(strands.module)
+            constants = {**strands.buffers(), **self._gradients.constants}
+            self._compiled.executor.rebind(constants)
         self._gradients.begin()
         self._number += 1
-        if self._strands.takes_seeds:
-            micro_batches = [
-                (*batch, self._seeds(index)) for index, batch in enumerate(micro_batches)
-            ]
-        self.losses = self._executor.step(micro_batches, recorder)
+        self.losses = self._compiled.run(micro_batches, self._number, recorder)
         self._gradients.finish()
         return torch.stack(self.losses).mean()
-
-    def _seeds(self, micro_batch: int) -> Tensor:
-        return seeds_for(
-            self._seed, step=self._number, micro_batch=micro_batch, data_rank=self._data_rank
-        )
 
 
 class ModuleWithLoss(nn.Module):
@@ -269,40 +236,31 @@ def _traced(
     )
 
 
-def _planned(
-    candidates: Candidates,
-    example: Batch,
-    gradients: ParameterGradients,
-    config: PlanConfig,
-    overlap: OverlapConfig,
-    limits: MemoryLimits,
-    schedule: Schedule,
-) -> Planned:
-    """The plan of this schedule: the user's own, or one by measured times."""
-    if config.file:
-        plan = read(Path(config.file))
-        return Planned(candidates.made_for(plan), plan, None, schedule)
-    costs = _measured_costs(candidates.whole, example, gradients, config)
-    traced = candidates.whole
-    if overlap.passes != "ends":
-        traced = choose_passes(candidates, costs, limits)
-    plan = make_plan(traced.op_graphs, costs, config.search, limits=limits, schedule=schedule)
-    return Planned(traced, plan, costs, schedule)
+def _schedule(schedule: str | ScheduleFunction, strands: int) -> Schedule:
+    """The schedule that was asked for, whose actions can run."""
+    if strands not in (1, 2):
+        raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
+    found = find(schedule or ("one_strand", "two_strand")[strands - 1])
+    found.phases(found.graphs)
+    return found
 
 
-def _measured_costs(
-    strands: Strands, example: Batch, gradients: ParameterGradients, config: PlanConfig
-) -> CostTable:
-    device = example[0].device.type
-    machine = machine_id(device, link_label(RunConfig()))
-
-    def measure() -> CostTable:
-        batch: Any = example
-        return profile_strands(
-            strands, batch, device, gradients.constants,
-            repeats=config.profile_repeats, machine=machine,
-        )  # fmt: skip
-
-    directory = cache_directory("costs") if config.cache else None
+def _settings(config: PlanConfig, overlap: OverlapConfig, limits: MemoryLimits) -> Settings:
     say = logging.getLogger("interlace").warning
-    return cached(directory, machine, strands.digest, measure, say=say)
+    return Settings(plan=config, overlap=overlap, limits=limits, link=RunConfig().link, say=say)
+
+
+def _compiled(
+    compilation: Compilation, schedule: Schedule, gradients: ParameterGradients, data_rank: int
+) -> CompiledStep:
+    """The step by this schedule: in traced order, by the user's own plan, or by measured times."""
+    draws = Draws(seed=torch.initial_seed(), data_rank=data_rank)
+    if schedule.name == "one_strand":
+        strands = compilation.candidates.whole
+        plan = strands.sequential
+    else:
+        given = compilation.given_plan()
+        strands = compilation.chosen(given)
+        plan = given or compilation.plan(strands, schedule)
+        plan = compilation.checked(plan, strands)
+    return CompiledStep(strands, plan, gradients.constants, schedule, draws)

@@ -2,6 +2,7 @@
 how metrics.jsonl is read."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,17 @@ def write_whole(path: Path, content: bytes) -> None:
             f"cannot write {path}: {error.strerror or error}",
             hint="free some space, or name another file with --output",
         ) from error
+
+
+def cache_directory(name: str) -> Path:
+    """`$XDG_CACHE_HOME/interlace/NAME`, by default below ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError as error:  # a user of no name, as in some containers
+            raise InputError(
+                "there is no home directory to keep tokens and measured times in",
+                hint="set XDG_CACHE_HOME to a folder that can be written",
+            ) from error
+    return Path(base) / "interlace" / name

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
-)
+FRONT = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+PAGES = sorted((*FRONT, *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))))
 PROGRAMS = ("interlace", "sudo", "torchrun", "srun", "python", "pip", "make", "git", "export")
 _NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 _FENCE = re.compile(r"( *)```(\w*)$")

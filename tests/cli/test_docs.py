@@ -169,6 +169,24 @@ def test_links_between_pages_lead_somewhere() -> None:
                 assert heading in _headings(file), f"{page}: {target}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page: str) -> None:
+    """`graphs/lower.py` is in the package, `gloo/test_train.py` in the tests."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    names = re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", text)
+    places = (ROOT / "src" / "interlace", ROOT / "tests", ROOT, (ROOT / page).parent)
+    gone = [name for name in names if not any((place / name).exists() for place in places)]
+    assert gone == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    """docs/README.md links to each page of its folder and to those at the top."""
+    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    linked = {(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\(([^)#\s]+)", text)}
+    apart = {ROOT / "README.md", ROOT / "docs" / "README.md"}
+    assert {ROOT / page for page in PAGES} - apart <= linked
+
+
 def _headings(file: Path) -> set[str]:
     lines = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}

@@ -113,8 +113,8 @@ RUNS: dict[str, dict[str, str]] = {
     "5 micro-batches": _TENSOR | {"train.micro_batches": "5"},
 }
 """Settings on top of `BASE`."""
-QUICK = ("tp", "zero 3", "decompose ends", "dropout")
-"""Trained by default; INTERLACE_NEUTRAL=all trains all."""
+QUICK = ("zero 3", "decompose ends", "dropout")
+"""Trained by default, as strands only; INTERLACE_NEUTRAL=all trains all."""
 EAGER = ("tp", "zero 3")
 """Trained by plain autograd as well."""
 _DEGREES = ("tensor", "context", "data_shard", "data_replicate")

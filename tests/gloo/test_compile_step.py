@@ -262,7 +262,7 @@ def refused_by_one() -> list[str]:
                 interlace.compile_step(model, loss, example, mesh=mesh, config=QUICK)
             told.append(f"{type(caught.value).__name__}: {caught.value.message}")
         step = interlace.compile_step(model, linear_loss, inputs, mesh=mesh, strands=1)
-        told.append(f"{len(step.plan.orders)}")
+        told.append(f"{len(step.plan.phases)}")
     return told
 
 

@@ -18,7 +18,7 @@ from interlace.graphs.trace import StrandGraph
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import Kind, OpGraph
 from interlace.ir.plan import Plan
-from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
+from interlace.runtime.candidates import Candidates, choose_passes, trace_candidates
 from interlace.schedules.finder import find
 from interlace.search.limits import MemoryLimits
 

@@ -208,3 +208,21 @@ def test_graphs_too_small_to_fold_are_refused() -> None:
             model, lambda m, x: m(x).sum(), (torch.ones(1, 2),), schedule="folded", config=QUICK
         )
     assert "two_strand" in str(caught.value.hint)
+
+
+def test_a_schedule_that_cannot_run_is_refused_before_anything_is_traced() -> None:
+    """Its action is named, and the module is not even called."""
+
+    def backwards(
+        ranks: int, micro_batches: int, chunks: int = 1
+    ) -> tuple[tuple[Action, ...], ...]:
+        return (tuple(reversed(all_forwards_first(ranks, micro_batches)[0])),)
+
+    def never(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("called")
+
+    with pytest.raises(InputError, match="before the forward of micro-batch") as caught:
+        interlace.compile_step(
+            torch.nn.Linear(2, 1), never, (torch.ones(1, 2),), schedule=backwards, config=QUICK
+        )
+    assert "backwards" in caught.value.message

@@ -107,10 +107,10 @@ def test_an_edited_plan_is_refused(place: Workplace) -> None:
     """An operator taken out, doubled or moved before its input: exit 2, naming it."""
     place.interlace("plan", "run.toml", *ALONE, "--output", "alone.txt")
     lines = (place.folder / "alone.txt").read_text().splitlines()
-    order = plans.read(place.folder / "alone.txt").phases
-    name = both(order)
-    order = order[name].order
-    head = next(i for i, line in enumerate(lines) if line.startswith(f"phase {name} "))
+    phases = plans.read(place.folder / "alone.txt").phases
+    phase = both(phases)
+    order = phases[phase].order
+    head = next(i for i, line in enumerate(lines) if line.startswith(f"phase {phase} "))
     body = lines[head + 2 : head + 2 + len(order)]
     edits = {
         "gone": (body[:-1], f"operator {order[-1]!r} of the graph is missing"),
@@ -123,7 +123,7 @@ def test_an_edited_plan_is_refused(place: Workplace) -> None:
         text = [*lines[:head], title, lines[head + 1], *edited, *rest]
         (place.folder / f"{name}.txt").write_text("\n".join(text) + "\n")
         said = place.train(*ALONE, "--plan.file", f"{name}.txt", out=f"out-{name}", code=2)
-        assert "plan, phase 'pair'" in said
+        assert f"plan, phase {phase!r}" in said
         assert message in said
         assert not (place.folder / f"out-{name}" / "metrics.jsonl").exists()
 

@@ -21,11 +21,10 @@ from interlace.graphs.op_graphs import export
 from interlace.graphs.trace import StrandGraph, trace_chunk
 from interlace.graphs.wide_sums import ADD_WIDE, wide_sums
 from interlace.ir.graph import Kind
-from interlace.ir.phases import BACKWARD
 from interlace.measure.operands import Capture
 from interlace.measure.start_up import profile_strands
 from interlace.runtime.recorder import HostClock
-from interlace.runtime.strands import Strands, build_strands
+from interlace.runtime.strands import BACKWARD, Strands, build_strands
 from interlace.search.planner import make_plan
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from interlace.search.merge_chains import merge_chains
 from interlace.search.paper import block_ns, legal, order_paper, pair_segments, segments
 from interlace.search.polish import polish
 from interlace.search.problem import Problem
-from interlace.sim.strands import simulate
+from interlace.sim.lanes import simulate
 from strategies import op_graphs, orders_of, pair_graphs, solo_times
 
 

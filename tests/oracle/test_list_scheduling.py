@@ -13,7 +13,7 @@ from interlace.ir.plan import check
 from interlace.search.bounds import lower_bound_ns
 from interlace.search.list_scheduling import order_list
 from interlace.search.problem import Problem
-from interlace.sim.strands import simulate
+from interlace.sim.lanes import simulate
 from strategies import op_graphs, pair_graphs, solo_times
 
 # How far from the best order the planner ended, over 327 pairs of strands of 3 and 4 operators on

@@ -14,7 +14,7 @@ from interlace.ir.graph import COLLECTIVES, COMPUTE_LANE, Kind, Operator, OpGrap
 from interlace.search.bounds import lower_bound_ns
 from interlace.search.problem import Problem
 from interlace.search.slow_bounds import contention_bound_ns
-from interlace.sim.strands import simulate
+from interlace.sim.lanes import simulate
 from strategies import LINKS, pair_graphs, solo_times
 
 _FACTORS = st.sampled_from((1.0, 1.1, 1.5, 2.0, 3.0))

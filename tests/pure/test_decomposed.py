@@ -18,7 +18,7 @@ from interlace.sim.decomposed import (
     slicing_ns,
     vanilla_ns,
 )
-from interlace.sim.strands import simulate
+from interlace.sim.lanes import simulate
 
 RATIOS = (0, 60, 100, 101, 130, 400)
 """Time of a transfer while a slice computes in 100 ns."""

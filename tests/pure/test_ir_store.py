@@ -17,7 +17,7 @@ from interlace.ir import store
 from interlace.ir.costs import CostTable, LinkFit, PairCost, Together, cost_of
 from interlace.ir.graph import Kind, OpGraph
 from interlace.ir.timeline import Timeline
-from interlace.sim.strands import simulate
+from interlace.sim.lanes import simulate
 from strategies import op_graphs, orders_of, solo_times
 
 COSTS = CostTable(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.timeline import WAIT, CollectiveRow, Span, Timeline, overlaps
-from interlace.sim.strands import simulate
+from interlace.sim.lanes import simulate
 from strategies import op_graphs, orders_of, solo_times
 
 

@@ -11,7 +11,7 @@ from run_directory import make_comparison, make_timeline
 from interlace.ir.graph import Kind
 from interlace.ir.timeline import Span, Timeline
 from interlace.report.plots import WIDTH_PX, plan_timeline_png
-from interlace.report.slivers import pieces
+from interlace.report.short_spans import pieces
 from interlace.report.tables import bench_table, collective_table, comparison_lines
 from interlace.report.theme import ALL_FAMILIES, DARK, FAMILIES, ISSUE, LIGHT, family, tone
 from interlace.text import milliseconds, number, size

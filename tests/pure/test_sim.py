@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from interlace.ir.costs import Contention
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
 from interlace.ir.timeline import WAIT, overlaps
-from interlace.sim.strands import simulate
+from interlace.sim.lanes import simulate
 from strategies import op_graphs, orders_of, pair_graphs, solo_times
 
 

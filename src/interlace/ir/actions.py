@@ -128,6 +128,12 @@ def strands_of(phase: str) -> tuple[Strand, ...]:
     return tuple(strand(text) for text in phase.split("+"))
 
 
+def is_phase(name: str) -> bool:
+    """Whether this is the name of a phase."""
+    words = [_TEXT.fullmatch(text) for text in name.split("+")]
+    return all(found is not None and found[1] in _WORDS for found in words)
+
+
 def phase_of(strands: Iterable[Strand]) -> str:
     """The name of the phase of these strands."""
     return "+".join(each.text for each in strands)

@@ -14,6 +14,7 @@ peers issued a collective, so one that is early by d may finish up to d too soon
 not overlapped with the operation before, so many small operations in a row take longer.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.config import LinkConfig, parse_rate
 from interlace.errors import InputError
 from interlace.hardware.wire_bytes import wire_bytes
 from interlace.ir.graph import Kind
@@ -234,3 +236,11 @@ class EmulatedProcessGroup(dist.ProcessGroup):
         work = EmulatedWork(inner, self.link, tensors)
         work.follow_alone(lambda: self.link.receive(_bytes(tensors)))
         return work
+
+
+def link_label(link: LinkConfig) -> str:
+    """How the ranks are joined, for reports and for the name of a machine."""
+    if link.rate:
+        return describe(parse_rate(link.rate, "link.rate"), link.latency_us)
+    lab_rate = os.environ.get("INTERLACE_LAB_RATE")
+    return f"lab link {lab_rate}" if lab_rate else "real link"

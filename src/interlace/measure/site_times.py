@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.decompose.choose import SiteTimes, SliceTimes, Way
+from interlace.config import OverlapConfig
+from interlace.decompose.choose import Request, SiteTimes, SliceTimes, Way
 from interlace.decompose.order import hop
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.decompose.site_costs import Product, products_of, sent_value
 from interlace.decompose.sites import Site
 from interlace.graphs.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
@@ -163,3 +165,11 @@ def _weight(product: Product, device: torch.device) -> Tensor:
         (product.inner, product.columns), product.weight_strides, dtype=product.dtype, device=device
     )
     return value.uniform_()
+
+
+def decompose_of(overlap: OverlapConfig, device: torch.device) -> Decompose | None:
+    """What `[overlap]` asks for, with times measured on this machine."""
+    if overlap.decompose == "off":
+        return None
+    request = Request(variant=overlap.decompose, pieces=overlap.pieces)
+    return Decompose(request=request, times=MeasuredTimes(device))

@@ -7,7 +7,7 @@ html.py          the report as one page
 charts.py        the loss and step times as SVG
 plots.py         the picture of one step, before and after
 panels.py        one panel of it: compute lane and links between two times
-slivers.py       spans too short to see, merged so that pictures stay small and true
+short_spans.py   spans too short to see, merged so that pictures stay small and true
 theme.py         colours of every picture, light and dark
 heatmap.py       a picture of overlap effectiveness
 chrome.py        timelines as a Chrome trace

@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from interlace.ir.actions import steady_phase
+from interlace.ir.actions import is_phase, steady_phase
 from interlace.ir.graph import COLLECTIVES, COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.load import RunRecord
@@ -201,7 +201,8 @@ def rank_rows(record: RunRecord) -> list[tuple[str, ...]]:
 def plan_excerpt(text: str) -> tuple[str, int]:
     """The head of a plan and the start of its interleaved phase, and how many lines are left."""
     lines = text.splitlines()
-    starts = {line.split()[1]: i for i, line in enumerate(lines) if line.startswith("phase ")}
+    titles = {line.split()[1]: i for i, line in enumerate(lines) if line.startswith("phase ")}
+    starts = {name: i for name, i in titles.items() if is_phase(name)}  # else of another version
     start = starts[steady_phase(starts)] if starts else 3
     chosen: Sequence[str] = [*lines[:2], "", *lines[start : start + _PLAN_LINES]]
     return "\n".join(chosen), max(0, len(lines) - len(chosen))

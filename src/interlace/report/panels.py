@@ -12,7 +12,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from interlace.ir.graph import COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Span, Timeline
-from interlace.report.slivers import Piece, pieces
+from interlace.report.short_spans import Piece, pieces
 from interlace.report.theme import ALL_FAMILIES, Theme, family, tone
 from interlace.text import milliseconds, percent
 

@@ -17,8 +17,8 @@ from interlace.search.memory import peak_bytes, step_peak_bytes
 from interlace.search.planner import SEARCHES, make_plan
 from interlace.search.problem import Problem
 from interlace.search.step_bounds import step_bound_ns
+from interlace.sim.lanes import simulate
 from interlace.sim.step import simulate_step
-from interlace.sim.strands import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from interlace.ir.graph import COMPUTE_LANE, Kind
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.panels import plain
 from interlace.report.plan_figures import Comparison, Figures
-from interlace.report.slivers import Piece, pieces
+from interlace.report.short_spans import Piece, pieces
 from interlace.report.theme import FAMILIES, LIGHT, Theme
 from interlace.text import milliseconds, percent
 

@@ -2,7 +2,7 @@
 
 strands.py         from a laid-out module to graphs that can be planned and run
 fold.py            the graphs of a rank in two chunks, for schedules that run two
-passes.py          which passes of a step run decomposed
+candidates.py      which passes of a step run decomposed
 executor.py        one optimizer step, action by action, operators issued in plan order
 recorder.py        a lowered graph run operator by operator, with times
 eager_recorder.py  eager autograd as a timeline
@@ -13,6 +13,7 @@ same_module.py     what ranks that compile a module must hold alike
 binding.py         a step is bound to what it was compiled for
 module_tree.py     whether the tree of modules is still the same
 module_tensors.py  which parameters and buffers were replaced since
+memory_limit.py    what a rank holds beside values, and how much a plan may add
 peak_memory.py     peak memory of one step, as it is
 rival.py           a plan by PyTorch's own overlap scheduler, to compare with
 """

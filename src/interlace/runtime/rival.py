@@ -9,7 +9,7 @@ from interlace.ir.phases import phase_graph
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.runtime.strands import BACKWARD, FORWARD, Strands
 from interlace.schedules.finder import find
-from interlace.sim.strands import simulate
+from interlace.sim.lanes import simulate
 
 
 def inductor_plan(strands: Strands, costs: CostTable) -> Plan:

@@ -10,7 +10,7 @@ from typing import cast
 
 from interlace import schedules
 from interlace.errors import InputError, nearest
-from interlace.ir.actions import Action, Direction, Share, labels_of
+from interlace.ir.actions import Action, Direction, Share, Strand, labels_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph, whole_graph
 from interlace.ir.plan import PhasePlan, Plan
@@ -42,13 +42,15 @@ class Schedule:
         return int(parameter.default) if parameter is not None and given else 1
 
     @property
+    def graphs(self) -> tuple[str, ...]:
+        """Names of the graphs that it needs: forward and backward of each chunk."""
+        numbers = range(self.chunks) if self.chunks > 1 else (None,)
+        return tuple(Strand(way, number).graph for way in Direction for number in numbers)
+
+    @property
     def interleaves(self) -> bool:
         """Whether some action runs two strands."""
-        numbers = range(self.chunks)
-        names = ["forward", "backward"]
-        if self.chunks > 1:
-            names = [f"{name}_{number}" for name in names for number in numbers]
-        return any(len(action.slots) > 1 for action in self.actions(MOST, names))
+        return any("+" in phase for phase in self.phases(self.graphs))
 
     def actions(
         self, micro_batches: int, graphs: Collection[str], *, head: bool = False

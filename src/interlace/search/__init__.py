@@ -13,7 +13,7 @@ polish.py           an order improved by moving operators
 window.py           an order changed a window at a time
 window_memory.py    its memory
 evaluator.py        how long an order takes, fast
-rotate.py           how much of the forward runs one phase ahead
+heads.py            how much of the forward runs one phase ahead
 tight.py            orders for little memory
 memory.py           peak memory of an order, counted from liveness
 job_memory.py       bytes that a job keeps alive, by what was issued

@@ -6,7 +6,7 @@ from interlace.ir.graph import OpGraph
 
 
 class Evaluator:
-    """Length of an order; `sim.strands.simulate` without spans and without contention."""
+    """Length of an order; `sim.lanes.simulate` without spans and without contention."""
 
     def __init__(self, graph: OpGraph, solo_ns: Mapping[str, int], issue_ns: int) -> None:
         number = {op.id: i for i, op in enumerate(graph.operators)}

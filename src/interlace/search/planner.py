@@ -13,14 +13,14 @@ from interlace.ir.timeline import WAIT, Timeline
 from interlace.own_code import load_function
 from interlace.schedules.finder import Schedule, find
 from interlace.search.exact import order_exact
+from interlace.search.heads import choose_head
 from interlace.search.limits import MemoryLimits
 from interlace.search.list_scheduling import order_list
 from interlace.search.memory import peak_bytes
 from interlace.search.paper import order_paper
 from interlace.search.problem import Problem
-from interlace.search.rotate import choose_head
 from interlace.search.tight import smallest_peak
-from interlace.sim.strands import simulate
+from interlace.sim.lanes import simulate
 
 Found = tuple[tuple[str, ...], tuple[str, ...]]
 """(order, operators that a barrier follows)."""

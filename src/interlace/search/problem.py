@@ -12,7 +12,7 @@ class Problem:
     """Find an order of `graph` on one compute lane and its link lanes.
 
     A search returns the ids of all operators in an order that respects dependencies; its length
-    is that of `sim.strands.simulate`, its memory that of `search.memory.peak_bytes`. Searches
+    is that of `sim.lanes.simulate`, its memory that of `search.memory.peak_bytes`. Searches
     work on `solo_ns` alone; the planner iterates them until the times include `contention`.
     """
 

@@ -13,7 +13,7 @@ from interlace.ir.phases import phase_graph
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
 from interlace.schedules.finder import Schedule, find
-from interlace.sim.strands import Rank, Transfer
+from interlace.sim.lanes import Rank, Transfer
 
 _Across = dict[tuple[str, str], list[tuple[str, str]]]
 """(graph, operator) -> the operators of other graphs of its micro-batch that it waits for."""

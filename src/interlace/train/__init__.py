@@ -8,7 +8,6 @@ weights.py        master weights: what the optimizer owns
 optimizer.py      AdamW with warm-up and decay
 engines.py        two strands, one strand, eager: the ways to run a step
 fully_sharded.py  PyTorch's `fully_shard` on the same module, to compare
-memory_limit.py   how much memory a plan may add
 loop.py           the loop, and what it writes
 compare.py        the same first steps under each engine
 fallback.py       whether the plan wins on the real machine

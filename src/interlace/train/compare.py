@@ -5,7 +5,6 @@ own copy of weights and optimizer state, which is put in place before its turn a
 it; that copying is not timed. Afterwards everything is as it was before.
 """
 
-import math
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.config import Mode
-from interlace.errors import RunError
 from interlace.ir.steady import compute_ns, steady_state
 from interlace.ir.timeline import Timeline
+from interlace.lab.links import link_label
 from interlace.parallel.local_parts import local
 from interlace.runtime.executor import Batch
 from interlace.runtime.peak_memory import Growth, measure_growth
@@ -29,8 +28,7 @@ from interlace.search.memory import step_peak_bytes
 from interlace.search.step_bounds import step_bound_ns
 from interlace.sim.step import simulate_step
 from interlace.train.optimizer import set_step
-from interlace.train.session import Session, link_label
-from interlace.train.weights import clip_gradients
+from interlace.train.session import Session
 
 State = list[Tensor]
 
@@ -47,23 +45,6 @@ class ModeResult:
     timeline: Timeline | None = None
     state: State = field(default_factory=list)
     growth: Growth | None = None
-
-
-def update(session: Session, step: int) -> float:
-    """Clip, step the optimizer and its schedule, publish. Returns the gradient norm.
-
-    Raises RunError, before anything is changed, if the gradients are not finite.
-    """
-    norm = clip_gradients(session.weights.parameters, session.config.optimizer.clip_norm)
-    if not math.isfinite(norm):
-        raise RunError(
-            f"the gradient norm of step {step} is {norm}; the weights are those of the step before",
-            hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
-        )
-    session.optimizer.step()
-    session.schedule.step()
-    session.weights.publish()
-    return norm
 
 
 def compare(
@@ -112,7 +93,7 @@ def _take_turn(
     if session.device.type == "cuda":
         torch.cuda.synchronize()
     result.graph_ns.append(time.perf_counter_ns() - wall)
-    update(session, step + 1)
+    session.update(step + 1)
     _synchronise(session)
     result.step_ns.append(time.perf_counter_ns() - wall)
     result.cpu_ns.append(time.process_time_ns() - cpu)
@@ -179,7 +160,7 @@ def _summary(session: Session, results: Mapping[Mode, ModeResult], steps: int) -
     summary: dict[str, Any] = {
         "steps": steps,
         "micro_batches": session.config.train.micro_batches,
-        "link": link_label(session.config),
+        "link": link_label(session.config.link),
         "constant_bytes": session.constant_bytes,
         "modes": {mode: _mode_row(session, mode, result) for mode, result in results.items()},
     }

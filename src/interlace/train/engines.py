@@ -7,22 +7,20 @@ compared bit by bit.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from interlace.graphs.dropout import seeds_for
+from interlace.compiled import NO_DRAWS, CompiledStep, Draws
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes
 from interlace.parallel.tensor import finish_gradients, loss_context
 from interlace.runtime.eager_recorder import EagerRecorder
-from interlace.runtime.executor import Batch
-from interlace.runtime.recorder import Clock, Recorder, clock_for
+from interlace.runtime.executor import Batch, StepExecutor
+from interlace.runtime.recorder import Recorder, clock_for
 from interlace.runtime.strands import Strands
 from interlace.train.weights import MasterWeights
 
@@ -45,15 +43,6 @@ class Engine(Protocol):
     def losses(self) -> list[Tensor]:
         """Losses of the last step, recorded or not."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draws:
-    """What masks of dropout depend on, beside step and micro-batch."""
-
-    seed: int = 0
-    data_rank: int = 0
-    """Numbers the ranks that see other tokens."""
 
 
 class EagerEngine:
@@ -127,15 +116,13 @@ class StrandEngine:
         strands: Strands,
         plan: Plan,
         constants: Mapping[tuple[str, str], Tensor],
-        draws: Draws = Draws(),
+        draws: Draws = NO_DRAWS,
     ) -> None:
-        """A plan without a `pair` phase runs one strand. `constants` are the weights' constants and
+        """`constants` are the weights' constants and
         buffers; engines may share them."""
         self.number = 0
-        self.draws = draws
         self.weights = weights
-        self.strands = strands
-        self.executor = strands.executor(plan, constants)
+        self.compiled = CompiledStep(strands, plan, constants, draws=draws)
         self.buffers = {key: tensor for key, tensor in constants.items() if "gradient" in key[0]}
         self.losses: list[Tensor] = []
 
@@ -146,28 +133,23 @@ class StrandEngine:
     def _step(self, batches: Sequence[Batch], recorder: Recorder | None) -> list[Tensor]:
         for buffer in self.buffers.values():
             buffer.zero_()
-        if self.strands.takes_seeds:
-            batches = [(*batch, self._seeds(index)) for index, batch in enumerate(batches)]
-        self.losses = self.executor.step(batches, recorder)
+        self.losses = self.compiled.run(batches, self.number, recorder)
         self.weights.set_gradients(self.buffers, self.strands.placements)
         finish_gradients(self.weights.parameters)
         return self.losses
 
-    def _seeds(self, micro_batch: int) -> Tensor:
-        return seeds_for(
-            self.draws.seed,
-            step=self.number,
-            micro_batch=micro_batch,
-            data_rank=self.draws.data_rank,
-        )
+    @property
+    def strands(self) -> Strands:
+        """The graphs that it runs."""
+        return self.compiled.strands
 
-    @cached_property
-    def _clock(self) -> Clock:
-        """Keeps the streams on which it stamps collectives over all recorded steps."""
-        return clock_for(next(iter(self.buffers.values())).device.type)
+    @property
+    def executor(self) -> StepExecutor:
+        """What runs them."""
+        return self.compiled.executor
 
     def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline:
         """The same graphs, run by the recorder's interpreter."""
-        recorder = Recorder(self.strands.op_graphs, self._clock.restarted())
+        recorder = self.compiled.recorder()
         self._step(batches, recorder)
         return recorder.timeline(label, rank)

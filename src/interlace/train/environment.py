@@ -15,7 +15,8 @@ import interlace
 from interlace import run_files
 from interlace.ir import plan as plans
 from interlace.ir import store
-from interlace.train.session import Session, link_label
+from interlace.lab.links import link_label
+from interlace.train.session import Session
 
 
 def describe_environment(session: Session, directory: Path) -> None:
@@ -36,7 +37,7 @@ def describe_environment(session: Session, directory: Path) -> None:
         "device": torch.cuda.get_device_name(session.device) if on_gpu else "cpu",
         "world_size": session.world_size,
         "seed": config.train.seed,
-        "link": link_label(config),
+        "link": link_label(config.link),
         "data": session.dataset.digest,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": os.environ.get("INTERLACE_COMMAND") or shlex.join(sys.argv),

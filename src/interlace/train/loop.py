@@ -31,7 +31,7 @@ from interlace.runtime.executor import Batch
 from interlace.sim.step import simulate_step
 from interlace.text import bits_per_byte, in_bits
 from interlace.train.checkpointer import Checkpointer
-from interlace.train.compare import compare, update
+from interlace.train.compare import compare
 from interlace.train.environment import describe_environment
 from interlace.train.fallback import Trial
 from interlace.train.metrics import MetricsWriter, step_line
@@ -184,7 +184,7 @@ class Trainer:
                 f"the loss of step {step} is {loss}; the weights are those of the step before",
                 hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
             )
-        return update(self.session, step)
+        return self.session.update(step)
 
     def _next_batches(self) -> list[Batch]:
         count = self.config.train.micro_batches

@@ -1,57 +1,46 @@
 """Open a session: model, data, weights and optimizer, then graphs, costs, plans and engines."""
 
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from interlace.compiled import Compilation, Draws, Settings
 from interlace.config import Mode, RunConfig, modes_of
 from interlace.data.batches import open_dataset
 from interlace.decompose.rewrite.apply import Decompose
-from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.wide_sums import wide_sums
-from interlace.ir.costs import CostTable
-from interlace.ir.plan import Plan, read
-from interlace.measure.cache import cached
-from interlace.measure.machine import machine_id
-from interlace.measure.start_up import profile_strands
+from interlace.ir.plan import Plan
+from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.ranks.device import check_device, claim_device, limit_waits
 from interlace.ranks.replicas import random_state
 from interlace.rules import check, resolve_layout
+from interlace.run_files import cache_directory
+from interlace.runtime.candidates import trace_candidates
 from interlace.runtime.executor import Batch
-from interlace.runtime.passes import choose_passes, trace_candidates
+from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.rival import inductor_plan
 from interlace.runtime.strands import Strands, build_strands
 from interlace.schedules.finder import find
-from interlace.search.limits import MemoryLimits
-from interlace.search.planner import make_plan
 from interlace.train.built_model import build_module, overridden_shape, published_shape
-from interlace.train.engines import Draws, EagerEngine, Engine, StrandEngine
+from interlace.train.engines import EagerEngine, Engine, StrandEngine
 from interlace.train.fully_sharded import FullyShardedEngine, sharded_twin
-from interlace.train.memory_limit import memory_limits
 from interlace.train.optimizer import build_optimizer, build_schedule
 from interlace.train.session import (
     DTYPES,
     PLAIN_MODES,
     Session,
-    cache_directory,
-    decompose_of,
-    link_label,
     vocabulary,
 )
 from interlace.train.weights import MasterWeights
 
-_OTHER_GRAPH = "plan again for this model, layout and micro-batch size"
-_BY_TIMES = (
-    "; slices follow from times measured at each start, unless overlap.decompose names a variant "
-    "and overlap.pieces a number"
-)
+SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
+"""By number of strands."""
 
 
 def open_session(config: RunConfig) -> Session:
@@ -107,22 +96,30 @@ def _open(config: RunConfig) -> tuple[Session, nn.Module | None]:
 
 def _trace(session: Session, example: Batch, *, strands: int, plain: bool = False) -> None:
     """The graphs among which the run chooses, and what stands for their inputs."""
-    config, data = session.config, session.weights.data
-    session.candidates = trace_candidates(
+    config, data, weights = session.config, session.weights.data, session.weights
+    candidates = trace_candidates(
         lambda decompose: _strands(session, example, decompose),
         decompose_of(config.overlap, session.device),
         config.overlap.passes,
-        schedule=find(("one_strand", "two_strand")[strands - 1]),
+        schedule=SCHEDULES[strands],
         plain=plain,
     )
-    reason = session.candidates.all.not_repeated
+    reason = candidates.all.not_repeated
     if reason and session.rank == 0:
         print(f"all layers are traced: {reason}", file=sys.stderr)
     _say_if_rounded(session)
-    session.constants = {**session.weights.constants(), **session.weights.buffers()}
+    session.constants = {**weights.constants(), **weights.buffers()}
     whole = isinstance(session.engines.get("eager"), EagerEngine)
     if data is not None and data.gathers_each and not whole:
-        session.weights.drop_whole()
+        weights.drop_whole()
+    settings = Settings(
+        plan=config.plan,
+        overlap=config.overlap,
+        limits=memory_limits(config, weights.module, data),
+        link=config.link,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    session.compilation = Compilation(candidates, example, session.constants, settings)
 
 
 def _say_if_rounded(session: Session) -> None:
@@ -145,10 +142,13 @@ def _build_engines(session: Session, twin: nn.Module | None) -> None:
     example = session.move(next(session.batches()))
     strands = 1 if session.config.strands == "1" else 2
     _trace(session, example, strands=strands, plain=bool(modes & PLAIN_MODES))
-    session.strands = _chosen(session, example)
+    compilation = session.compilation
+    assert compilation is not None
+    given = compilation.given_plan() if session.config.strands == "2" else None
+    session.strands = compilation.chosen(given)
     engines: dict[tuple[str, str], StrandEngine] = {}
     for mode in sorted(modes - {"eager"}):
-        plan = _plan(session, mode, example)
+        plan = _plan(session, compilation, mode, given)
         graphs = session.strands_of(mode)
         assert graphs is not None
         key = (graphs.digest, plan.digest)
@@ -175,18 +175,6 @@ def _strands(session: Session, example: Batch, decompose: Decompose | None) -> S
         )
 
 
-def _chosen(session: Session, example: Batch) -> Strands:
-    """The graphs that the run works on: those of its plan, if it is given one."""
-    config, candidates = session.config, session.candidates
-    assert candidates is not None
-    if candidates.ends is None or config.overlap.passes == "ends":
-        return candidates.whole
-    if config.strands == "2" and config.plan.file:
-        return candidates.made_for(read(Path(config.plan.file)))
-    costs = _costs(session, candidates.whole, example)
-    return choose_passes(candidates, costs, _limits(session))
-
-
 def _draws(session: Session) -> Draws:
     meshes = session.meshes
     data_rank = meshes.data_rank * meshes.context.size() + meshes.context.get_local_rank()
@@ -207,67 +195,20 @@ def _eager_engine(session: Session, twin: nn.Module | None) -> Engine:
     return FullyShardedEngine(session.weights, twin, session.weights.data)
 
 
-def _plan(session: Session, mode: Mode, example: Batch) -> Plan:
-    """The plan of a way to run strands."""
-    config, strands = session.config, session.strands_of(mode)
+def _plan(session: Session, compilation: Compilation, mode: Mode, given: Plan | None) -> Plan:
+    """The plan of a way to run strands; `given` is that of mode 2, if a file has it."""
+    strands = session.strands_of(mode)
     assert strands is not None
     if mode in ("1", "plain-1", "decomposed-1"):
         return strands.sequential
-    if mode == "2" and config.plan.file:
-        return _read_plan(config.plan.file, strands)
-    costs = _costs(session, strands, example)
+    if mode == "2" and given is not None:
+        return compilation.checked(given, strands)
+    costs = compilation.costs(strands)
     if mode == "inductor":
         return inductor_plan(strands, costs)
-    search = config.plan.search if mode in ("2", "plain-2", "decomposed-2") else mode
+    search = session.config.plan.search if mode in ("2", "plain-2", "decomposed-2") else mode
     for plan in session.plans.values():
         made_for = (plan.search, plan.cost_digest, plan.graph_digest)
         if made_for == (search, costs.digest, strands.digest):
             return plan
-    return make_plan(strands.op_graphs, costs, search, limits=_limits(session))
-
-
-def _limits(session: Session) -> MemoryLimits:
-    return memory_limits(session.config, session.weights.module, session.weights.data)
-
-
-def _costs(session: Session, strands: Strands, example: Batch) -> CostTable:
-    """Measured when they are first asked for; where a step's ends have graphs of their own, these
-    are measured with the others, and all candidates share the table."""
-    candidates, tables = session.candidates, session.tables
-    assert candidates is not None
-    if strands.digest not in tables:
-        measured = candidates.whole if candidates.ends is not None else strands
-        if measured.digest not in tables:
-            tables[measured.digest] = _measured_costs(session, measured, example)
-        tables[strands.digest] = tables[measured.digest]
-    return tables[strands.digest]
-
-
-def _read_plan(file: str, strands: Strands) -> Plan:
-    plan = read(Path(file))
-    if plan.graph_digest != strands.digest:
-        raise InputError(
-            f"plan.file = {file!r} was made for graph {plan.graph_digest}, and this run has "
-            f"graph {strands.digest}",
-            hint=_OTHER_GRAPH + (_BY_TIMES if strands.listing is not None else ""),
-        )
-    return plan
-
-
-def _measured_costs(session: Session, strands: Strands, example: Batch) -> CostTable:
-    config, device = session.config, session.device.type
-    machine = machine_id(device, link_label(config))
-    return cached(
-        cache_directory("costs") if config.plan.cache else None,
-        machine,
-        strands.digest,
-        lambda: profile_strands(
-            strands,
-            example,
-            device,
-            session.constants,
-            repeats=config.plan.profile_repeats,
-            machine=machine,
-        ),
-        say=lambda text: print(text, file=sys.stderr, flush=True),
-    )
+    return compilation.plan(strands, SCHEDULES[2], search)

@@ -45,11 +45,11 @@ from interlace.report.plan_picture import plan_png
 from interlace.report.plan_tables import plan_summary
 from interlace.rules import check, resolve_layout
 from interlace.run_files import write_whole
-from interlace.runtime.passes import Candidates, choose_passes, trace_candidates
+from interlace.runtime.candidates import Candidates, choose_passes, trace_candidates
+from interlace.runtime.memory_limit import constant_bytes, memory_limits
 from interlace.runtime.strands import Strands, build_strands
 from interlace.schedules.finder import find
 from interlace.train.built_model import build_module, overridden_shape, published_shape
-from interlace.train.memory_limit import constant_bytes, memory_limits
 from interlace.train.session import DTYPES, vocabulary
 from interlace.train.weights import cast_parameters
 

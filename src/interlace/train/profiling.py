@@ -18,6 +18,7 @@ from interlace.ir import store
 from interlace.ir.costs import CostTable, shared_links
 from interlace.ir.noise import excess_of_spread, noise_of, without_noise
 from interlace.ir.timeline import Timeline
+from interlace.lab.links import link_label
 from interlace.measure.alone import measure
 from interlace.measure.everything import Measurement, measurements
 from interlace.measure.machine import machine_id
@@ -28,7 +29,7 @@ from interlace.ranks.signals import StopFlag, agreed
 from interlace.ranks.small_collectives import broadcast_text, is_first_rank, largest
 from interlace.report.cost_tables import cost_summary
 from interlace.train.opening import open_graphs
-from interlace.train.session import Session, link_label
+from interlace.train.session import Session
 from interlace.train.worker import run_rank
 
 STOPPED = 130
@@ -70,10 +71,10 @@ def profile_command(config: RunConfig, output: Path, *, again: bool, progress: P
 
 def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag) -> int:
     session = open_graphs(config)
-    assert session.candidates is not None
-    strands = session.candidates.whole
+    assert session.compilation is not None
+    strands = session.compilation.candidates.whole
     check_agreement({"data": session.dataset.digest, "graph": strands.digest})
-    machine = machine_id(session.device.type, link_label(config))
+    machine = machine_id(session.device.type, link_label(config.link))
     empty = CostTable(operators={}, source="profile", graph_digest=strands.digest, machine=machine)
     table, is_current = starting_point(files, empty)
     first = is_first_rank()
@@ -100,8 +101,8 @@ def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag
 def _measure_all(
     session: Session, table: CostTable, files: Files, progress: Progress, stop: StopFlag
 ) -> CostTable:
-    assert session.candidates is not None
-    strands = session.candidates.whole
+    assert session.compilation is not None
+    strands = session.compilation.candidates.whole
     batches = session.dataset.batches(session.config.train.micro_batch_size)
     profiler = open_profiler(
         strands, session.move(next(batches)), session.device.type, session.constants

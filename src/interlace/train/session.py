@@ -1,25 +1,23 @@
 """Session: one rank's model, data, weights, optimizer and engines, built from a RunConfig."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.config import Mode, OverlapConfig, RunConfig, parse_rate
+from interlace.compiled import Compilation
+from interlace.config import Mode, RunConfig, parse_rate
 from interlace.data.batches import Batches, Dataset
-from interlace.decompose.choose import Request
-from interlace.decompose.rewrite.apply import Decompose
-from interlace.errors import InputError
+from interlace.errors import InputError, RunError
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
 from interlace.lab import links
-from interlace.measure.site_times import MeasuredTimes
 from interlace.parallel.context import local_positions
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
 from interlace.parallel.tensor import loss_context
@@ -27,11 +25,10 @@ from interlace.ranks.attempt import meet, meeting_bound
 from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
 from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
-from interlace.runtime.passes import Candidates
+from interlace.runtime.memory_limit import constant_bytes
 from interlace.runtime.strands import Strands
 from interlace.train.engines import Engine, StrandEngine
-from interlace.train.memory_limit import constant_bytes
-from interlace.train.weights import MasterWeights
+from interlace.train.weights import MasterWeights, clip_gradients
 
 PLAIN_MODES = frozenset[Mode]({"plain-1", "plain-2"})
 """Ways to run strands without `overlap.decompose`."""
@@ -39,20 +36,6 @@ DECOMPOSED_MODES = frozenset[Mode]({"decomposed-1", "decomposed-2", "inductor"})
 """Ways to run strands with all passes decomposed; PyTorch's scheduler knows no step with ends."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def cache_directory(name: str) -> Path:
-    """`$XDG_CACHE_HOME/interlace/NAME`, by default below ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    if not base:
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError as error:  # a user of no name, as in some containers
-            raise InputError(
-                "there is no home directory to keep tokens and measured times in",
-                hint="set XDG_CACHE_HOME to a folder that can be written",
-            ) from error
-    return Path(base) / "interlace" / name
 
 
 @contextmanager
@@ -130,14 +113,6 @@ def _watchdog(
     )
 
 
-def link_label(config: RunConfig) -> str:
-    """How the ranks are joined, for reports."""
-    if config.link.rate:
-        return links.describe(parse_rate(config.link.rate, "link.rate"), config.link.latency_us)
-    lab_rate = os.environ.get("INTERLACE_LAB_RATE")
-    return f"lab link {lab_rate}" if lab_rate else "real link"
-
-
 @dataclass
 class Session:
     """What training needs; engines share weights, graphs and gradient buffers."""
@@ -154,11 +129,11 @@ class Session:
     drawn: bytes = b""
     """Where the random generators stood when the model was built, as a digest: ranks that hold
     different parts of it must have drawn them from the same whole."""
-    candidates: Candidates | None = None
-    """What `strands` were chosen from."""
+    compilation: Compilation | None = None
+    """The graphs among which the run chooses, with their measured times; None if nothing is
+    traced."""
     strands: Strands | None = None
-    tables: dict[str, CostTable] = field(default_factory=dict)
-    """Measured times, by digest of the graphs."""
+    """The graphs that the run works on."""
     plans: dict[Mode, Plan] = field(default_factory=dict)
     engines: dict[Mode, Engine] = field(default_factory=dict)
     constants: dict[tuple[str, str], Tensor] = field(default_factory=dict)
@@ -178,25 +153,47 @@ class Session:
     @property
     def costs(self) -> CostTable | None:
         """The measured times of the graphs that the run works on."""
-        return self.tables.get(self.strands.digest) if self.strands is not None else None
+        return self._measured(self.strands)
 
     @property
     def plan(self) -> Plan | None:
         """Of two strands, if there is one."""
         return self.plans.get("2")
 
+    def update(self, step: int) -> float:
+        """Clip, step the optimizer and its schedule, publish. Returns the gradient norm.
+
+        Raises RunError, before anything is changed, if the gradients are not finite.
+        """
+        norm = clip_gradients(self.weights.parameters, self.config.optimizer.clip_norm)
+        if not math.isfinite(norm):
+            raise RunError(
+                f"the gradient norm of step {step} is {norm}; the weights are those of the step "
+                "before",
+                hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
+            )
+        self.optimizer.step()
+        self.schedule.step()
+        self.weights.publish()
+        return norm
+
     def strands_of(self, mode: Mode) -> Strands | None:
         """The graphs that a way to run strands works on."""
-        if self.candidates is None:
+        if self.compilation is None:
             return None
+        candidates = self.compilation.candidates
         if mode in PLAIN_MODES:
-            return self.candidates.plain
-        return self.candidates.all if mode in DECOMPOSED_MODES else self.strands
+            return candidates.plain
+        return candidates.all if mode in DECOMPOSED_MODES else self.strands
 
     def costs_of(self, mode: Mode) -> CostTable | None:
         """The measured times of these graphs, if they were measured."""
-        strands = self.strands_of(mode)
-        return self.tables.get(strands.digest) if strands is not None else None
+        return self._measured(self.strands_of(mode))
+
+    def _measured(self, strands: Strands | None) -> CostTable | None:
+        if strands is None or self.compilation is None:
+            return None
+        return self.compilation.tables.get(strands.digest)
 
     def batches(self, position: int = 0) -> Batches:
         """The micro-batches of this rank's share of the data, from that sample on."""
@@ -251,11 +248,3 @@ def vocabulary(config: RunConfig, tokens: int) -> int:
             hint=f"set model.vocab_size to {tokens} or more, or to 0",
         )
     return config.model.vocab_size or tokens
-
-
-def decompose_of(overlap: OverlapConfig, device: torch.device) -> Decompose | None:
-    """What `[overlap]` asks for, with times measured on this machine."""
-    if overlap.decompose == "off":
-        return None
-    request = Request(variant=overlap.decompose, pieces=overlap.pieces)
-    return Decompose(request=request, times=MeasuredTimes(device))

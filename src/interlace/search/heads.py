@@ -22,7 +22,8 @@ HEADS = 6
 BUDGET = 3_000
 """Operators ordered in total while choosing. A deep model, which gains less from a head, takes the
 one that ends behind the second collective: the gather of the first layer's input."""
-AS_GOOD = 1.005
+NO_LONGER = 1.005
+"""A head counts as good as the best one if the phase gets at most so many times as long."""
 
 
 def choose_head(
@@ -50,4 +51,4 @@ def choose_head(
             world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
             lengths[head] = world.length(world.numbers(order))[0]
     best = min(lengths.values(), default=0)
-    return min((h for h, length in lengths.items() if length <= AS_GOOD * best), default=0)
+    return min((h for h, length in lengths.items() if length <= NO_LONGER * best), default=0)
