@@ -8,7 +8,7 @@ import inspect
 import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from interlace import config
 from interlace.config import RunConfig
@@ -86,6 +86,8 @@ def _table(prefix: str, type_: Any, help_texts: dict[tuple[str, str], str]) -> l
 def _values(type_: Any) -> str:
     if get_origin(type_) is Literal:
         return ", ".join(f"`{json.dumps(choice)}`" for choice in get_args(type_))
+    if get_origin(type_) is Union:
+        return _values(get_args(type_)[0]) + ", or your own"
     if get_origin(type_) is tuple:
         return "list of " + _values(get_args(type_)[0])
     return NAMES[type_]

@@ -14,7 +14,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """Run the command of this process and end the process."""
+    """Run the command of this process and end the process. Modules in the working folder can be
+    imported, as under `python -m`: a run may name a model or a search of the user's own."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         code = main()
     except SystemExit as ended:  # of a rank whose mistake the first rank tells

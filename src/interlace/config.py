@@ -11,7 +11,10 @@ from typing import Any, Literal
 from interlace.errors import InputError
 
 Strands = Literal["2", "1", "eager"]
-Search = Literal["exact", "list", "paper"]
+Own = str
+"""Code of a user's own, as `module:name` (`own_code`)."""
+Search = Literal["exact", "list", "paper"] | Own
+Architecture = Literal["llama", "gpt"]
 Mode = Literal[
     "eager",
     "1",
@@ -41,8 +44,9 @@ class ModelConfig:
     config: str = ""
     """Folder with a `config.json`, and weights if there are any. With `source = "interlace"` shape
     and weights come from there (Llama and GPT-2 checkpoints); empty takes the fields below."""
-    architecture: Literal["llama", "gpt"] = "llama"
-    """Which model of `interlace.models` to build."""
+    architecture: Architecture | Own = "llama"
+    """Which model of `interlace.models` to build, or a module of your own with the same functions
+    (docs/extending.md)."""
     layers: int = 4
     """Number of transformer blocks."""
     width: int = 512
@@ -197,7 +201,8 @@ class PlanConfig:
 
     search: Search = "exact"
     """Search that makes the plan: `exact` merges the strands by dynamic programming and polishes
-    the result, `list` is plain list scheduling, `paper` pairs segments between barriers."""
+    the result, `list` is plain list scheduling, `paper` pairs segments between barriers; or a
+    function of your own (docs/extending.md)."""
     memory_mib: float = 0.0
     """Largest peak of values made by the graphs of one phase, per rank; 0 for no bound."""
     extra_memory: float = 0.03

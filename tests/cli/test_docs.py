@@ -146,7 +146,7 @@ def check_interlace(words: list[str], where: str, ranks: int | None = None) -> N
         config = given["config"]
         ranks = ranks or given.get("nproc") or world_of(config.parallel)
         resolve_layout(config, ranks)
-    if words[0] == "bench" and "name" in given:
+    if words[0] == "bench" and ":" not in given.get("name", ":"):
         options = dict(given.get("options", {}))
         name = "imagined" if options.keys() & {"cluster", "world"} else given["name"]
         assert options.keys() <= set(bench_summaries()[name][1]), where

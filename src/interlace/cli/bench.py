@@ -4,18 +4,19 @@ import ast
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from cyclopts import Parameter
 
 import interlace.bench
 from interlace.cli.options import Verbose
 from interlace.errors import InputError, nearest
+from interlace.own_code import load_function
 
 _COMMON = ("quick", "json_path")
-_EXPECTED = {int: "a whole number", float: "a number"}
+_EXPECTED = {int: "a whole number", float: "a number", str: "text"}
 
 
 def bench(
@@ -32,8 +33,8 @@ def bench(
     Parameters
     ----------
     name
-        The bench to run. `strands --cluster a800` runs `imagined`: two strands on this one
-        device, as a rank of that cluster.
+        The bench to run, or a function of your own as `module:function`. `strands --cluster a800`
+        runs `imagined`: two strands on this one device, as a rank of that cluster.
     json
         Also write the rows to this file.
     quick
@@ -50,18 +51,34 @@ def bench(
             if keys:
                 print(f"{'':12} options: {' '.join('--' + key for key in keys)}")
         return 0
-    if name not in known:
-        raise InputError(f"there is no bench {name!r}", hint=nearest(name, known))
     if name == "strands" and options.keys() & {"cluster", "world"}:
         name = "imagined"
-    module = importlib.import_module(f"interlace.bench.{name}")
-    values = _values(name, module.run, options)
-    return module.run(quick=quick, json_path=json, **values) or 0
+    run = _find(name, known)
+    values = _values(name, run, options)
+    return run(quick=quick, json_path=json, **values) or 0
+
+
+def _find(name: str, known: Iterable[str]) -> Callable[..., int]:
+    """`run` of a bench of ours, or the function that `module:function` names. Raises InputError if
+    there is none, or if it does not take what every bench is given."""
+    if ":" not in name:
+        if name not in known:
+            hint = f"{nearest(name, known)} A bench of your own is 'module:function'."
+            raise InputError(f"there is no bench {name!r}", hint=hint)
+        return importlib.import_module(f"interlace.bench.{name}").run
+    run = cast("Callable[..., int]", load_function(name, "bench"))
+    missing = [key for key in _COMMON if key not in inspect.signature(run).parameters]
+    if missing:
+        raise InputError(
+            f"bench {name!r} takes no {' and no '.join(missing)}",
+            hint="write it as run(*, quick: bool, json_path: Path | None) -> int",
+        )
+    return run
 
 
 def _values(name: str, run: Callable[..., int], options: Mapping[str, str]) -> dict[str, Any]:
     """Words of the command line as the types that `run` asks for."""
-    wanted = inspect.signature(run).parameters
+    wanted = inspect.signature(run, eval_str=True).parameters
     own = [key for key in wanted if key not in _COMMON]
     values: dict[str, Any] = {}
     for key, text in options.items():
@@ -71,6 +88,11 @@ def _values(name: str, run: Callable[..., int], options: Mapping[str, str]) -> d
                 hint=nearest(key, [*own, "json", "quick", "verbose"]),
             )
         type_ = wanted[key].annotation
+        if type_ not in _EXPECTED:
+            raise InputError(
+                f"bench {name}: option --{key} is not annotated as int, float or str",
+                hint=f"as in {key}: int = 1",
+            )
         try:
             values[key] = type_(text)
         except ValueError as error:

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import interlace.presets
 from interlace.config import RunConfig
 from interlace.errors import InputError, nearest
+from interlace.own_code import is_own
 
 _NO_OVERRIDES: Mapping[str, str] = MappingProxyType({})
 _EXPECTED = {
@@ -152,6 +153,14 @@ def _convert(value: Any, type_: Any) -> Any:
         if type(value) in (str, int) and str(value) in choices:
             return choices[str(value)]
         raise TypeError("one of " + ", ".join(map(json.dumps, get_args(type_))))
+    if get_origin(type_) is Union:  # a name of ours, or code of a user's own
+        ours, _ = get_args(type_)
+        if type(value) is str and value not in get_args(ours) and is_own(value):
+            return value
+        try:
+            return _convert(value, ours)
+        except TypeError as error:
+            raise TypeError(f"{error}, or code of your own that Python finds here") from error
     if get_origin(type_) is tuple:
         if not isinstance(value, list):
             raise TypeError("a list")

@@ -5,6 +5,7 @@ role of each of its sub-modules under tensor + sequence parallelism (roles:
 `interlace.parallel.tensor`), and `CONTEXT_PLAN`, the same under context parallelism: `attention`
 (a `CausalAttention`) and `positions` (a module whose buffers are indexed by position along
 dimension 0; its parameters stay whole).
+A module of a user's own that defines the same is a model file too (`model_file`).
 A model maps tokens [batch, sequence] to logits [sequence, batch, vocabulary]: the residual stream
 is sequence-first, so that a sequence-parallel gather is one contiguous copy.
 
@@ -21,12 +22,13 @@ hugging_face_export.py  our weights as a checkpoint
 """
 
 import importlib
-from typing import Protocol, cast, get_args, get_type_hints
+from typing import Protocol, cast, get_args
 
 from torch import nn
 
-from interlace.config import ModelConfig
+from interlace.config import Architecture, ModelConfig
 from interlace.errors import InputError, nearest
+from interlace.own_code import is_own, load
 
 
 class ModelFile(Protocol):
@@ -40,12 +42,26 @@ class ModelFile(Protocol):
         ...
 
 
+_OFFERS = ("build", "TENSOR_PLAN", "CONTEXT_PLAN")
+
+
 def model_file(architecture: str) -> ModelFile:
-    """The model file of that name. Raises InputError for an unknown one."""
-    known = list(get_args(get_type_hints(ModelConfig)["architecture"]))
-    if architecture not in known:
+    """The model file of that name: one of this package, or a module of a user's own. Raises
+    InputError for an unknown one, and for a module that is no model file."""
+    known = get_args(Architecture)
+    if architecture in known:
+        return cast("ModelFile", importlib.import_module(f"{__name__}.{architecture}"))
+    if not is_own(architecture):
         raise InputError(
             f"model.architecture = {architecture!r} is not a known model",
-            hint=nearest(architecture, known),
+            hint=f"{nearest(architecture, known)} A model of your own is a module that Python "
+            "finds here.",
         )
-    return cast("ModelFile", importlib.import_module(f"{__name__}.{architecture}"))
+    found = load(architecture, "model.architecture")
+    missing = [name for name in _OFFERS if not hasattr(found, name)]
+    if missing:
+        raise InputError(
+            f"model.architecture = {architecture!r} has no {' and no '.join(missing)}",
+            hint="a model file defines what interlace/models/gpt.py does: " + ", ".join(_OFFERS),
+        )
+    return cast("ModelFile", found)

@@ -7,7 +7,7 @@ from typing import Any
 
 from interlace.config import ModelConfig
 from interlace.errors import InputError
-from interlace.models.hugging_face_names import FAMILIES, Family
+from interlace.models.hugging_face_names import FAMILIES, Family, family_for
 
 _OTHER_MODEL = 'set model.source = "hugging_face" to train the model of `transformers` itself'
 _NOT_OURS: dict[str, dict[str, Any]] = {
@@ -150,7 +150,7 @@ def _gpt2(get: _Reader, base: ModelConfig) -> ModelConfig:
 
 def config_json(config: ModelConfig, sequence_length: int, dtype: str) -> dict[str, Any]:
     """What `transformers` needs to build the same model; `config.vocab_size` must be set."""
-    family = next(f for f in FAMILIES if f.architecture == config.architecture)
+    family = family_for(config.architecture)
     common = {
         "architectures": [family.class_name],
         "model_type": family.model_type,

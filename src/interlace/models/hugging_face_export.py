@@ -16,7 +16,7 @@ from interlace.errors import InputError
 from interlace.models import model_file
 from interlace.models.hugging_face_config import config_json
 from interlace.models.hugging_face_files import INDEX, SINGLE
-from interlace.models.hugging_face_names import FAMILIES, Piece, pieces
+from interlace.models.hugging_face_names import Piece, family_for, pieces
 
 SHARD_BYTES = 5 * 10**9
 
@@ -79,7 +79,7 @@ def _groups(
             f"the weights are not of this model: {odd[0]} is only in one of them",
             hint="export with the configuration of the run that made them",
         )
-    family = next(f for f in FAMILIES if f.architecture == config.architecture)
+    family = family_for(config.architecture)
     groups: dict[str, _Group] = {}
     for name, piece in pieces(family, shapes).items():
         groups.setdefault(piece.tensor, []).append((name, piece, shapes[name]))

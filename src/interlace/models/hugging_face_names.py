@@ -101,6 +101,17 @@ FAMILIES = (
 )
 
 
+def family_for(architecture: str) -> Family:
+    """How this architecture is stored. Raises InputError for one that `transformers` lacks."""
+    for family in FAMILIES:
+        if family.architecture == architecture:
+            return family
+    raise InputError(
+        f"model.architecture = {architecture!r} has no form that transformers reads",
+        hint="only these can be exported: " + ", ".join(f.architecture for f in FAMILIES),
+    )
+
+
 def pieces(family: Family, names: Iterable[str]) -> dict[str, Piece]:
     """The stored piece of each of our parameter `names`. Raises InputError if they are of another
     architecture."""

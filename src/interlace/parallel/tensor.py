@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from interlace.errors import InputError
+from interlace.errors import InputError, nearest
 from interlace.parallel.tensor_layers import (
     SEQUENCE_DIM,
     BiasedRow,
@@ -45,6 +45,9 @@ from interlace.parallel.tensor_layers import (
 
 BUNDLED_BYTES = 1 << 20
 """Gradients up to this size are summed together: their latency costs more than a copy."""
+
+_OWN_LAYERS = ("vocabulary_embedding", "sequence_positions", "key_value")
+"""Roles that take layers of ours; for the others PyTorch has a style."""
 
 
 def _styles() -> dict[str, ParallelStyle]:
@@ -63,16 +66,16 @@ def _styles() -> dict[str, ParallelStyle]:
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
-    """Lay `model` out over a one-dimensional mesh, in place. Every rank must hold equal weights."""
+    """Lay `model` out over a one-dimensional mesh, in place. Every rank must hold equal weights.
+
+    Raises InputError for a plan that does not fit the model."""
     if mesh.size() == 1:
         return
     tied = _tied_pairs(model)
     styles = _styles()
     names = [name for name, _ in model.named_modules() if name]
     for pattern, role in plan.items():
-        for name in fnmatch.filter(names, pattern):
-            if pattern.count(".") != name.count("."):
-                continue
+        for name in _planned(names, pattern, role, (*styles, *_OWN_LAYERS)):
             parent, _, child = name.rpartition(".")
             owner = model.get_submodule(parent)
             module = getattr(owner, child)
@@ -86,6 +89,21 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, st
     for first, second in tied:
         owner, _, attribute = second.rpartition(".")
         setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+
+
+def _planned(names: Sequence[str], pattern: str, role: str, roles: Iterable[str]) -> list[str]:
+    """The sub-modules that a pattern names; `*` stands for one part of a name."""
+    if role not in roles:
+        raise InputError(
+            f"tensor parallelism knows no role {role!r} (of {pattern!r})", hint=nearest(role, roles)
+        )
+    found = [n for n in fnmatch.filter(names, pattern) if n.count(".") == pattern.count(".")]
+    if not found:
+        raise InputError(
+            f"no module of the model is named {pattern!r} (role {role!r})",
+            hint=nearest(pattern, names),
+        )
+    return found
 
 
 def _replacement(

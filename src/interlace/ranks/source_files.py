@@ -7,12 +7,14 @@ import functools
 import hashlib
 import inspect
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 import interlace
+from interlace.own_code import file_of
 from interlace.ranks.agree import Content
 
 _KINDS = ("*.py", "*.toml")  # code, and the presets that it reads
@@ -37,6 +39,18 @@ def module_contents(module: nn.Module, *functions: Any) -> list[Content]:
         if path is not None:
             files[each.__module__] = path
     return [_content(name, path) for name, path in sorted(files.items())]
+
+
+def own_code_contents(names: Iterable[str]) -> list[Content]:
+    """The files of modules of a user's own, as `module` or `module:name`, that a run names. Nothing
+    is imported; a module that a rank does not find differs from every file."""
+    files = {name.partition(":")[0]: file_of(name) for name in names}
+    return [
+        _content(f"{name}.py", file)
+        if file
+        else Content(name=f"source file {f'{name}.py'!r}", digest=b"")
+        for name, file in sorted(files.items())
+    ]
 
 
 def _content(name: str, file: Path) -> Content:

@@ -4,9 +4,9 @@ import hashlib
 import importlib
 import inspect
 import pkgutil
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from interlace import schedules
 from interlace.errors import InputError, nearest
@@ -14,6 +14,7 @@ from interlace.ir.actions import Action, Direction, Share, Strand, labels_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph, whole_graph
 from interlace.ir.plan import PhasePlan, Plan
+from interlace.own_code import load_function
 from interlace.schedules.passes import with_ends, with_heads, with_once_a_step
 from interlace.schedules.verify import check_actions
 
@@ -103,7 +104,7 @@ def find(schedule: str | ScheduleFunction) -> Schedule:
         own = where.removeprefix(f"{schedules.__name__}.").partition(":")
         return Schedule(own[0] if own[0] == own[2] else where, schedule)
     if ":" in schedule:
-        return Schedule(schedule, _imported(schedule))
+        return Schedule(schedule, cast("ScheduleFunction", load_function(schedule, "schedule")))
     if schedule not in (known := names()):
         raise InputError(
             f"unknown schedule {schedule!r}",
@@ -121,23 +122,6 @@ def names() -> tuple[str, ...]:
         name for name, module in modules.items()
         if getattr(getattr(module, name, None), "__module__", "") == module.__name__
     )  # fmt: skip
-
-
-def _imported(name: str) -> ScheduleFunction:
-    module, _, function = name.partition(":")
-    try:
-        loaded = sys.modules.get(module) or importlib.import_module(module)
-        found: object = loaded
-        for part in function.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise InputError(
-            f"schedule {name!r} cannot be imported: {error}",
-            hint="give module:function of a module that Python finds here",
-        ) from error
-    if not callable(found):
-        raise InputError(f"schedule {name!r} is a {type(found).__name__}, not a function")
-    return found
 
 
 def chunk_count(graphs: Collection[str]) -> int:

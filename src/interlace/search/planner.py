@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from interlace.errors import InputError, nearest
 from interlace.ir.costs import Contention, CostTable
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.phases import phase_graph, whole_graph
-from interlace.ir.plan import PhasePlan, Plan, without_heads
+from interlace.ir.plan import PhasePlan, Plan, check, without_heads
 from interlace.ir.timeline import WAIT, Timeline
+from interlace.own_code import load_function
 from interlace.schedules.finder import Schedule, find
 from interlace.search.exact import order_exact
 from interlace.search.heads import choose_head
@@ -54,6 +56,28 @@ SEARCHES: Mapping[str, Search] = {
 }
 
 
+def find_search(name: str) -> Search:
+    """The search of this name, or a function of a user's own: `module:function`, from a Problem to
+    the ids of all its operators in an order. What such a function gives is checked.
+
+    Raises InputError if there is none."""
+    if name in SEARCHES:
+        return SEARCHES[name]
+    if ":" not in name:
+        raise InputError(
+            f"unknown search {name!r}",
+            hint=f"{nearest(name, SEARCHES)} A search of your own is 'module:function'.",
+        )
+    order_of = cast("Callable[[Problem], Sequence[str]]", load_function(name, "search"))
+
+    def found(problem: Problem) -> Found:
+        order = tuple(order_of(problem))
+        check(order, problem.graph, f"search {name!r}, phase {problem.graph.name!r}")
+        return order, ()
+
+    return Search(found)
+
+
 NO_LIMITS = MemoryLimits()
 
 
@@ -68,11 +92,10 @@ def make_plan(
     """Plan every phase of a step. Deterministic: equal graphs and costs, equal plan.
 
     `graphs` are those of the strands; `schedule` is that of two strands if it is not given.
-    Raises InputError for an unknown search, or if a phase needs more than the bound of `limits`.
-    `list` and `paper` know no other limit than that."""
-    if search not in SEARCHES:
-        raise InputError(f"unknown search {search!r}", hint=nearest(search, SEARCHES))
-    best = SEARCHES[search].optimises
+    `search` is a name or a user's own function (`find_search`). Raises InputError for an unknown
+    search, or if a phase needs more than the bound of `limits`. `list`, `paper` and a user's own
+    know no other limit than that."""
+    best = find_search(search).optimises
     schedule = schedule or find("two_strand")
     aim = limits.aim(graphs) if best else limits.bound_bytes
 
@@ -111,11 +134,10 @@ def plan_phase(problem: Problem, search: str) -> PhasePlan:
 
     Raises InputError for an unknown search, or if the order needs more memory than allowed.
     """
-    if search not in SEARCHES:
-        raise InputError(f"unknown search {search!r}", hint=nearest(search, SEARCHES))
+    chosen = find_search(search)
     quick = _quickened(problem)
-    names = SEARCHES if SEARCHES[search].optimises else (search,)
-    candidates = [SEARCHES[name].find(quick) for name in dict.fromkeys((search, *names))]
+    others = [each for name, each in SEARCHES.items() if chosen.optimises and name != search]
+    candidates = [each.find(quick) for each in (chosen, *others)]
     fitting = [found for found in candidates if _fits(problem, found[0])]
     if not fitting:
         raise _too_large(problem, candidates[0][0])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.config import ModelConfig, RunConfig
+from interlace.errors import InputError
 from interlace.models import model_file
 from interlace.models.hugging_face import load_config, load_weights
 from interlace.models.loss import NextTokenLoss
@@ -33,6 +34,13 @@ def build_module(
     apply_context_parallel(
         model, meshes.context, files.CONTEXT_PLAN, method, config.data.sequence_length
     )
+    if meshes.tensor.size() > 1 and not files.TENSOR_PLAN:
+        raise InputError(
+            f"parallel.tensor = {meshes.tensor.size()}, and the TENSOR_PLAN of "
+            f"model.architecture = {config.model.architecture!r} splits nothing",
+            hint="give its sub-modules roles (interlace/parallel/tensor.py), or set "
+            "parallel.tensor to 1",
+        )
     apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
     folder = Path(config.model.config)
     if config.model.config and has_weights(folder) and not is_fake():

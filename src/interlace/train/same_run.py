@@ -9,18 +9,20 @@ import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from interlace.config import RunConfig
+from interlace.config import Architecture, RunConfig
 from interlace.data.batches import Batches
 from interlace.models.hugging_face_files import folder_digest
 from interlace.parallel.own_buffers import own_buffers
 from interlace.ranks.agree import Content, check_agreement, check_contents, environment_fields
 from interlace.ranks.replicas import random_state, tensor_contents
 from interlace.ranks.small_collectives import alone
-from interlace.ranks.source_files import package_contents
+from interlace.ranks.source_files import own_code_contents, package_contents
+from interlace.search.planner import SEARCHES
 from interlace.train.session import Session
 
 _WEIGHTS_HINT = (
@@ -34,12 +36,13 @@ _STATE_HINT = (
 
 
 def check_software(config: RunConfig) -> None:
-    """Configuration, versions and the package's own files. Collective; before anything is built:
-    with other shapes on one rank the first collective would hang."""
+    """Configuration, versions, the package's own files, and those of a user's own model and search.
+    Collective; before anything is built: with other shapes on one rank the first collective would
+    hang."""
     if alone():
         return
     check_agreement(_configuration(config) | environment_fields() | _model_software(config))
-    check_contents(package_contents())
+    check_contents(package_contents() + own_code_contents(_own_code(config)))
 
 
 def check_built(session: Session) -> None:
@@ -86,6 +89,14 @@ def _configuration(config: RunConfig) -> dict[str, str]:
         elif table != "output":
             fields[table] = str(values)
     return fields
+
+
+def _own_code(config: RunConfig) -> list[str]:
+    """The modules of a user's own that the run file names."""
+    named = [config.plan.search]
+    if config.model.source == "interlace":
+        named.append(config.model.architecture)
+    return [name for name in named if name not in (*get_args(Architecture), *SEARCHES)]
 
 
 def _model_software(config: RunConfig) -> dict[str, str]:
