@@ -125,11 +125,19 @@ def _decompose() -> dict[str, Any]:
     }
 
 
+def _drills() -> dict[str, Any]:
+    """The cluster file that the page shows, in the working folder."""
+    [cluster] = blocks("docs/extending.md", "toml")
+    Path("own_cluster.toml").write_text(cluster.text)
+    return {}
+
+
 ALONE: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/guides/checkpoints.md": _checkpoint,
     "docs/guides/report.md": _report,
     "docs/guides/plan.md": _plan,
     "docs/guides/profile.md": _profile,
+    "docs/extending.md": _drills,
     "docs/guides/lab.md": lambda: {"dist": dist},
 }
 """Pages whose blocks, or whose preparation, need no process group."""

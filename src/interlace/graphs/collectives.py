@@ -5,7 +5,7 @@ it. Executable graphs call the functions of this file instead: they return the w
 a recorder can learn when the transfer really ended, and the waiting is a node of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -129,10 +129,19 @@ ISSUE = {
     _functional.all_reduce.default: (all_reduce, Kind.ALL_REDUCE),
     _functional.all_to_all_single.default: (all_to_all, Kind.ALL_TO_ALL),
 }
+"""Every collective that can be in a graph: the traced operator, the call that starts it, its kind.
+Whatever needs one of these looks here when it needs it."""
 
 
-CALL_OF = {kind: call for call, kind in ISSUE.values()} | {Kind.SEND: all_to_all}
-"""The call that makes a collective of each kind."""
+def call_of(kind: Kind) -> Callable[..., Pending]:
+    """The call that makes a collective of this kind."""
+    wanted = Kind.ALL_TO_ALL if kind is Kind.SEND else kind
+    return next(call for call, made in ISSUE.values() if made is wanted)
+
+
+def is_call(target: Any) -> bool:
+    """Whether a node of an executable graph with this target starts a collective."""
+    return any(target is call for call, _ in ISSUE.values())
 
 
 def kind_of_collective(target: Any, args: Sequence[Any]) -> Kind:

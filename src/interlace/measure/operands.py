@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from interlace.graphs.buffers import written
-from interlace.graphs.collectives import CALL_OF, CONSUMERS, Pending
+from interlace.graphs.collectives import CONSUMERS, Pending, call_of
 from interlace.graphs.torch_private import process_group
 from interlace.ir.graph import Kind, Operator
 from interlace.runtime.recorder import Recorder
@@ -42,7 +42,7 @@ class CollectiveCall:
         return [self._start(self.x.clone()) for _ in range(count)]
 
     def _start(self, x: Tensor) -> Callable[[], Pending]:
-        issue = CALL_OF[self.op.kind]
+        issue = call_of(self.op.kind)
         options = {"consume": True} if issue in CONSUMERS else {}
         return lambda: issue(x, *self.rest, **options)
 

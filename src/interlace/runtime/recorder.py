@@ -14,14 +14,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import fx
 
-from interlace.graphs.collectives import ISSUE, Pending, wait
+from interlace.graphs.collectives import Pending, is_call, wait
 from interlace.graphs.lower import Lowered
 from interlace.ir.actions import shown, strand
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.timeline import WAIT, Span, Timeline
 
 SETTLE_S = 1.0
-_ISSUERS = {issue for issue, _ in ISSUE.values()}
 
 
 class Clock(Protocol):
@@ -170,7 +169,7 @@ class Recorder:
         event.is_wait = node.target is wait
         if event.is_wait:
             event.name = node.all_input_nodes[0].meta["name"]
-        elif node.target in _ISSUERS:
+        elif is_call(node.target):
             event.is_collective = True
             self.clock.after(result, lambda stamp: setattr(event, "done", stamp))
         elif event.name not in self.graphs[graph].by_id:
