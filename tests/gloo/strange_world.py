@@ -105,7 +105,7 @@ def _trained(case: Case, mesh: DeviceMesh | None, strands: int) -> list[Tensor]:
         case.lay_out(module, mesh)
     elif mesh is not None:
         mine = batches[mesh.get_local_rank() :: mesh.size()]
-    with mock.patch("interlace.api.profile_strands", made_up_costs):
+    with mock.patch("interlace.compiled.profile_strands", made_up_costs):
         step = interlace.compile_step(
             module, case.loss, mine[0], mesh=mesh, strands=strands, config=QUICK
         )

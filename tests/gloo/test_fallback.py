@@ -90,7 +90,7 @@ def sleepy() -> dict[str, Any]:
     modes: list[str] = []
 
     def step(engine: StrandEngine, batches: Any) -> Any:
-        two = engine.executor.interleaves
+        two = engine.executor.schedule.interleaves
         modes.append("2" if two else "1")
         time.sleep(0.3 if two and rank == 1 else 0)
         return run(engine, batches)

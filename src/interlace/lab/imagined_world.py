@@ -190,6 +190,7 @@ class ImaginedProcessGroup(dist.ProcessGroup):
         super().__init__(rank, len(members))  # pyrefly: ignore
         self.world = world
         self.members = members
+        self._rank = rank
         # torch asks for devices and a default backend; this one talks to nobody.
         backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=30))
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -197,6 +198,18 @@ class ImaginedProcessGroup(dist.ProcessGroup):
             self._register_backend(
                 torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend
             )
+
+    def size(self) -> int:
+        """How many ranks the group has. Since torch 2.14 a group takes this from its default
+        backend, which here is alone."""
+        return len(self.members)
+
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return self._rank
+
+    # Names by which torch's C++ asks.
+    getSize, getRank = size, rank  # noqa: N815
 
     def barrier(self, *_: Any, **__: Any) -> dist.Work:
         """Done once its queue is empty, on the CPU: ranks that are alike arrive together."""
