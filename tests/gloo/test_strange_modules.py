@@ -27,12 +27,15 @@ def every_case(names: list[str]) -> dict[str, list[str]]:
         }
 
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all modules on 1 and 2 ranks
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[int, list[dict[str, list[str]]]]:
     """Outcomes by number of ranks, by rank, by case."""
     results = {}
     for ranks in (1, 2):
-        done = run_ranks("test_strange_modules:every_case", ranks, args=[[]], timeout_s=220)
+        done = run_ranks("test_strange_modules:every_case", ranks, args=[[]], timeout_s=400)
         results[ranks] = [result.value for result in done]
     return results
 
