@@ -34,7 +34,7 @@ QUICK = (
     "tests/gloo/test_compare.py",
     "tests/gloo/test_hugging_face.py",
 )
-"""Every call of `graphs/torch_private.py` is made by one of these, and every pass over graphs."""
+"""Chosen to make the calls of `graphs/torch_private.py`, and every pass over graphs."""
 PASSED, NO_TESTS = 0, 5
 """Exit codes of pytest; a file may have no test that this machine can run."""
 
