@@ -209,11 +209,13 @@ def on_two_axes() -> dict[str, bool]:
             parallelize_module(
                 block, mesh["y"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
             )
+        draws = step._compiled.draws
+        elsewhere = compiled(other, mesh)._compiled.draws
         return {
             "parts": [args[3] for args in drops] == [x, -1, y, -1],
             "losses": torch.allclose(torch.stack(step.losses), torch.stack(losses), rtol=1e-5),
-            "one seed": len({int(seed) for seed in seeds}) == 2 and step._compiled.draws.data_rank == 0,
-            "other data along the unused axis": compiled(other, mesh)._compiled.draws.data_rank == x,
+            "one seed": len({int(seed) for seed in seeds}) == 2 and draws.data_rank == 0,
+            "other data along the unused axis": elsewhere.data_rank == x,
         }
 
 

@@ -98,3 +98,8 @@ def test_a_package_lists_its_files(package: str) -> None:
     listed = re.findall(r"^(\w+(?:\.py|/)) {2,}\S", text, flags=re.MULTILINE)
     assert len(listed) == len(set(listed)), "one line is enough"
     assert set(listed) == files | packages
+
+
+def test_type_checkers_are_told_that_the_package_has_types() -> None:
+    """PEP 561: an empty file, which lies in the package and so in the wheel."""
+    assert (SOURCE / "py.typed").read_bytes() == b""
