@@ -27,6 +27,12 @@ _EXPECTED = {
     str: "text in quotes",
 }
 
+_NOT_BUILT = {
+    "parallel.pipeline": "pipeline parallelism",
+    "parallel.expert": "expert parallelism",
+}
+"""Fields that people look for, and that run files had until they were found to do nothing."""
+
 
 def load_run_config(path: str, overrides: Mapping[str, str] = _NO_OVERRIDES) -> RunConfig:
     """Read a TOML file, or a preset by name, and put dotted `overrides` (as text) on top.
@@ -106,6 +112,8 @@ def _structure(
 
 def _known(key: str, prefix: str, types: Mapping[str, Any]) -> str:
     """The nearest valid name; a key written in the wrong table is sent to the right one."""
+    if what := _NOT_BUILT.get(prefix + key):
+        return f"{what} is not built yet: leave {prefix + key} out"
     tables = get_type_hints(RunConfig)
     homes = [
         f"{table}.{key}"
