@@ -33,6 +33,7 @@ text.py       numbers and tables as people read them
 config.py     RunConfig: everything that a run is asked to do
 ir/           the shared vocabulary: graphs, plans, costs, timelines as data
 own_code.py   a user's own code by its name, `module:name`
+toml_text.py  TOML files that people write, with errors that name the line
 errors.py     the errors that a user can meet, and their exit codes
 presets/      shipped run files, models and clusters
 """

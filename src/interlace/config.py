@@ -92,10 +92,6 @@ class ParallelConfig:
     """Ranks that share each sequence."""
     tensor: int = 1
     """Ranks that share each layer (tensor + sequence parallel)."""
-    pipeline: int = 1
-    """Reserved: must be 1."""
-    expert: int = 1
-    """Reserved: must be 1."""
     context_method: Literal["ulysses", "ring"] = "ulysses"
     """`ulysses` exchanges sequence for heads around attention; `ring` sends keys and values around,
     with the sequence dealt out so that causal work is balanced."""

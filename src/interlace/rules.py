@@ -218,12 +218,6 @@ def _check_context(config: RunConfig) -> None:
 
 def _check_layout(config: RunConfig) -> None:
     parallel = config.parallel
-    for name in ("pipeline", "expert"):
-        if getattr(parallel, name) != 1:
-            raise InputError(
-                f"parallel.{name} = {getattr(parallel, name)} is reserved and must be 1",
-                hint=f"leave parallel.{name} out",
-            )
     if parallel.data_shard < -1 or parallel.data_shard == 0:
         raise InputError(
             f"parallel.data_shard = {parallel.data_shard} must be positive, or -1",

@@ -4,12 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from interlace.__main__ import main
 from interlace.cli.run_file import load_run_config
+from interlace.config import ParallelConfig
+from interlace.graphs.torch_private import init_fake_world
 from interlace.ir import plan as plans
 from interlace.ir import store
 from interlace.ir.costs import CostTable
+from interlace.parallel.meshes import axis_groups, axis_sizes, build_meshes
 from interlace.train import planning
 
 OVERRIDES = {
@@ -33,7 +37,7 @@ def outside_any_job(monkeypatch):
 def no_tracing(monkeypatch):
     """A request that cannot work is refused before a minute of tracing, not after it."""
 
-    def trace(_):
+    def trace(*_):
         pytest.fail("traced")
 
     monkeypatch.setattr(planning, "trace_fake", trace)
@@ -126,6 +130,75 @@ def test_costs_of_another_graph(measured, capsys):
     assert line.endswith(", ...")
 
 
+ON_A_CLUSTER = [word for word in SMALL if not word.startswith(("--link", "--hardware"))]
+HOSTS_OF_ONE = """
+name = "apart"
+devices_per_host = 1
+hosts = 2
+peak_tflops = 312
+memory_gb_per_s = 2039
+memory_gib = 74.5
+sms = 108
+
+[intra_host]
+gb_per_s = 200
+efficiency = 0.78
+step_latency_us = 3.4
+sms_held = 16
+
+[inter_host]
+gbit_per_s = 200
+efficiency = 0.74
+step_latency_us = 14
+sms_held = 8
+"""
+
+
+def test_times_of_a_cluster(tmp_path, capsys):
+    """Two ranks are neighbours in a host of A800s; in hosts of one device they use the network,
+    and communication takes longer."""
+    (tmp_path / "apart.toml").write_text(HOSTS_OF_ONE)
+    shown = {"a800": "tp inside hosts", str(tmp_path / "apart.toml"): "tp across hosts"}
+    communication = []
+    for cluster, where in shown.items():
+        file = tmp_path / "plan.json"
+        arguments = ["--cluster", cluster, "--json", str(file)]
+        assert main(["plan", *ON_A_CLUSTER, *arguments]) == 0
+        _, err = capsys.readouterr()
+        assert (
+            f"costs: computed for cluster {Path(cluster).stem}: 312 TFLOP/s (of bfloat16; " in err
+        )
+        assert f"and 2039 GB/s; {where}" in err
+        document = json.loads(file.read_text())
+        assert document["costs"]["description"].startswith("computed for cluster")
+        communication.append(document["one_strand"]["step"]["communication_ns"])
+    assert communication[1] > communication[0] > 0
+
+
+def test_groups_of_an_axis_are_those_of_its_mesh():
+    """The innermost axis has consecutive ranks, as torch lays them out."""
+    config = ParallelConfig(data_replicate=2, data_shard=2, context=2, tensor=2)
+    groups = axis_groups(config)
+    init_fake_world(16)
+    try:
+        meshes = build_meshes(config, "cpu")
+        found = {
+            name: tuple(dist.get_process_group_ranks(mesh.get_group(name)))
+            for mesh, name in (
+                (meshes.weights, "dp_replicate"),
+                (meshes.weights, "dp_shard"),
+                (meshes.layout, "cp"),
+                (meshes.weights, "tp"),
+            )
+        }
+    finally:
+        dist.destroy_process_group()
+    assert found == {axis: each[0] for axis, each in groups.items()}
+    for axis, each in groups.items():
+        assert {len(group) for group in each} == {axis_sizes(config)[axis]}
+        assert sorted(rank for group in each for rank in group) == list(range(16))
+
+
 def test_a_chosen_search_that_does_not_fit(capsys):
     """The memory bound is a request like any other."""
     assert main(["plan", *SMALL, "--plan.memory_mib", "0.01"]) == 2
@@ -148,6 +221,13 @@ def test_a_chosen_search_that_does_not_fit(capsys):
         ("--cost {folder}", "cannot read {folder}", "interlace profile"),
         ("--cost {file}", "{file} is not valid JSON", "interlace profile"),
         ("--cost {newer}", "{newer} is not a valid CostTable", "this version"),
+        ("--cluster a800", "and so does the run: hardware.peak_tflops = 1.0, ", "--link.rate ''"),
+        ("{plain} --cluster a80", "there is no cluster 'a80'", "did you mean 'a800'?"),
+        ("{plain} --cluster {folder}/x.toml", "there is no cluster file {folder}/x.toml", "h200"),
+        ("{plain} --cluster {half}", "{half}, line 1: ", "starts with [name]"),
+        ("{plain} --cluster {small}", "{small}, line 4: hosts = -3 must be 0 or more", "hosts"),
+        ("{plain} --cluster {one}", "2 ranks do not fit on cluster apart: 1 hosts of 1", "fewer"),
+        ("--cluster a800 --cost {file}", "--cost {file} and --cluster a800 both", "one of the two"),
         ("--plan.search wombat", 'must be one of "exact", "list", "paper"', "as in"),
         ("--plan.file plan.txt", "plan.file = 'plan.txt' is a plan already", "leave it out"),
         ("--strands 1 --train.micro_batches 1", "pairs two micro-batches", "2 or more"),
@@ -161,9 +241,14 @@ def test_requests_that_cannot_work(tmp_path, capsys, measured, arguments, messag
     text = measured.read_text()
     half.write_text(text[: len(text) // 2])
     newer.write_text(json.dumps(json.loads(text) | {"power_watts": 3}))
-    names = {"folder": tmp_path, "file": half, "newer": newer}
+    small, one = tmp_path / "small.toml", tmp_path / "one.toml"
+    small.write_text(HOSTS_OF_ONE.replace("hosts = 2", "hosts = -3"))
+    one.write_text(HOSTS_OF_ONE.replace("hosts = 2", "hosts = 1"))
+    names = {"folder": tmp_path, "file": half, "newer": newer, "half": half}
+    names |= {"small": small, "one": one, "plain": ""}
+    given = ON_A_CLUSTER if arguments.startswith("{plain}") else SMALL
     before = sorted(tmp_path.iterdir())
-    words = [word for word in SMALL if not word.startswith("--plan.search")]
+    words = [word for word in given if not word.startswith("--plan.search")]
     assert main(["plan", *words, *arguments.format(**names).split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""

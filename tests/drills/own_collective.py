@@ -1,22 +1,23 @@
-"""A collective in one file: broadcast, which no table of Interlace had a call for."""
+"""A collective in one file: broadcast, which Interlace has no call for."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.graphs.collectives import Pending
+from interlace.graphs.collectives import Pending, declare
 from interlace.graphs.torch_private import process_group
 from interlace.ir.graph import Kind
 
 
 def broadcast(x: Tensor, source: int, group_name: str) -> Pending:
     """What rank `source` of the group holds, on all of them. The arguments are those of the traced
-    node, and the group's name is the last one."""
+    operator."""
     output, group = x.clone(), process_group(group_name)
     work = dist.broadcast(output, group=group, group_src=source, async_op=True)
     assert work is not None  # async_op=True gives a work
     return Pending(output, work, group_name)
 
 
-ROW = {torch.ops._c10d_functional.broadcast.default: (broadcast, Kind.BROADCAST)}
-"""A row of the table `interlace.graphs.collectives.ISSUE`: traced operator, call, kind."""
+def declare_broadcast() -> None:
+    """Say so, once in a process and before a step is compiled."""
+    declare(torch.ops._c10d_functional.broadcast.default, broadcast, Kind.BROADCAST)

@@ -1,4 +1,4 @@
-"""Drill: a collective by one call and one row of a table, traced, planned and run on two ranks."""
+"""Drill: a collective by one call that is declared, traced, planned and run on two ranks."""
 
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import interlace
 from interlace.config import PlanConfig
 from interlace.errors import InputError
-from interlace.graphs import collectives
 from interlace.ir.graph import Kind
 
 QUICK = PlanConfig(cache=False, profile_repeats=1)
@@ -32,7 +31,7 @@ class Scaled(nn.Module):
 
 
 def facts() -> dict[str, Any]:
-    """Refused without the row; with it the numbers of eager PyTorch without any collective."""
+    """Refused before it is declared; then the numbers of eager PyTorch without any collective."""
     with gloo_group():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         torch.manual_seed(1)
@@ -50,7 +49,7 @@ def facts() -> dict[str, Any]:
             compiled("two_strand")
         except InputError as error:
             refused = str(error)
-        collectives.ISSUE.update(own_collective.ROW)
+        own_collective.declare_broadcast()
         seen = []
         for schedule in ("one_strand", "two_strand"):
             model.zero_grad()
@@ -76,7 +75,7 @@ def facts() -> dict[str, Any]:
         }  # fmt: skip
 
 
-def test_a_row_of_the_table_is_enough() -> None:
+def test_a_declared_call_is_enough() -> None:
     """Without it the operator is refused by name; with it one strand and two have the same bits,
     the gradient is right, and the recorder sees each broadcast."""
     for rank in run_ranks("test_own_collective:facts", 2, timeout_s=120):

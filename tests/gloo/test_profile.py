@@ -16,9 +16,10 @@ from strand_world import Case, bits, open_world
 from torch.distributed.device_mesh import init_device_mesh
 from training import LIMIT_S, Workplace, send
 
+from interlace.graphs.collectives import TABLE
 from interlace.ir import store
 from interlace.ir.costs import CostTable
-from interlace.ir.graph import Kind, Operator
+from interlace.ir.graph import Operator
 from interlace.measure.operands import CollectiveCall
 from interlace.measure.pairs import measure_lanes, time_transfer
 from interlace.measure.start_up import open_profiler, profile_strands
@@ -113,14 +114,16 @@ def two_lanes() -> dict[str, Any]:
     with gloo_group():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         calls = []
-        for lane, kind, rest in (
-            ("dp", Kind.REDUCE_SCATTER, ("sum", 2)),
-            ("tp", Kind.ALL_GATHER, (2,)),
+        functional = torch.ops._c10d_functional
+        for lane, target, rest in (
+            ("dp", functional.reduce_scatter_tensor.default, ("sum", 2)),
+            ("tp", functional.all_gather_into_tensor.default, (2,)),
         ):
-            op = Operator(lane, kind, "c", lane, (), (), lane, 2**16, 2**17, 0)
+            row = TABLE[target]
+            op = Operator(lane, row.kind, "c", lane, (), (), lane, 2**16, 2**17, 0)
             group = mesh.get_group(lane).group_name
             x = torch.full((2**14,), float(dist.get_rank()))
-            calls.append(CollectiveCall(op, x, (*rest, group)))
+            calls.append(CollectiveCall(op, x, (*rest, group), row))
         resized = calls[1].resized(2**20 + 3)
         summed = calls[0].starts(1)[0]()
         summed.work.wait()

@@ -51,7 +51,7 @@ class Poisoning(Recorder):
     collectives, so that rank 0's are still under way then."""
 
     def _step(self, node: fx.Node, values: dict[fx.Node, Any], *rest: Any) -> Any:
-        is_collective = collectives.is_call(node.target)
+        is_collective = "collective" in node.meta
         on_gpu = self.clock.device_type == "cuda"
         if is_collective and on_gpu and dist.get_rank() == 1:
             torch.cuda._sleep(LATE_CYCLES)

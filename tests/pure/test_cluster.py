@@ -41,7 +41,7 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("gb_per_s = 200", "gbps = 200", r"unknown key intra_host\.gbps"),
+        ("gb_per_s = 200", "gbps = 200", r"mine\.toml, line 12: unknown key intra_host\.gbps"),
         ("sms = 108\n", "", "sms is missing"),
         ("sms = 108", "sms = 108.5", r"sms = 108\.5 must be a whole number"),
         ("sms = 108", "sms = true", "sms = True must be a whole number"),
@@ -50,9 +50,19 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         ("peak_tflops = 312", "peak_tflops = 0", "peak_tflops = 0 must be above 0"),
         ("efficiency = 0.78", "efficiency = 78", r"intra_host\.efficiency = 78 must be a fraction"),
         ("gbit_per_s = 200", "gbit_per_s = -1", r"inter_host\.gbit_per_s = -1 must be above 0"),
+        (
+            "step_latency_us = 14",
+            "",
+            r"mine\.toml, line 17: inter_host\.step_latency_us is missing",
+        ),
+        (
+            "sms = 108",
+            "sms = 108\nhosts = -1",
+            r"mine\.toml, line 10: hosts = -1 must be 0 or more",
+        ),
         ('name = "a800"', "name = 800", "name = 800 must be text"),
         ("[inter_host]", "[inter_hosts]", "unknown key inter_hosts"),
-        ("[intra_host]", "[intra_host", "cannot read"),
+        ("[intra_host]", "[intra_host", r"mine\.toml, line 11: Expected"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -62,6 +72,15 @@ def test_wrong_files_are_refused(tmp_path: Path, old: str, new: str, message: st
         _load(tmp_path, GOOD.replace(old, new))
     assert "mine.toml" in caught.value.message
     assert caught.value.hint
+
+
+def test_a_cluster_may_have_so_many_hosts(tmp_path: Path) -> None:
+    """Without the key there are as many as are asked for."""
+    load_cluster("a800").require(10**6)
+    two = _load(tmp_path, GOOD.replace("sms = 108", "sms = 108\nhosts = 2"))
+    two.require(16)
+    with pytest.raises(InputError, match="17 ranks do not fit on cluster a800: 2 hosts of 8"):
+        two.require(17)
 
 
 def test_unknown_names_are_refused(tmp_path: Path) -> None:

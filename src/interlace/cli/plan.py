@@ -14,6 +14,7 @@ def plan(
     /,
     *,
     output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
+    cluster: str = "",
     cost: Path | None = None,
     interpolate: Annotated[bool, Parameter(negative="")] = False,
     json: Path | None = None,
@@ -29,6 +30,9 @@ def plan(
         A TOML run file, or the name of a preset (demo, quickstart, llama-70b).
     output
         Write the plan to this file instead of standard output, for plan.file of a later run.
+    cluster
+        Compute times for this cluster: a TOML file, or a preset (a40, a800, h100, h200). It takes
+        the place of hardware.* and link.*, and is refused together with them or with --cost.
     cost
         Times from this file, written by `interlace profile`, instead of computed ones.
     interpolate
@@ -43,5 +47,11 @@ def plan(
     from interlace.train.planning import plan_command  # noqa: PLC0415  imports torch
 
     return plan_command(
-        config, output, cost=cost, interpolate=interpolate, json=json, picture=picture
+        config,
+        output,
+        cluster=cluster,
+        cost=cost,
+        interpolate=interpolate,
+        json=json,
+        picture=picture,
     )

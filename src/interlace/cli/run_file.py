@@ -7,8 +7,6 @@ written.
 
 import contextlib
 import json
-import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import interlace.presets
 from interlace.config import RunConfig
 from interlace.errors import InputError, nearest
 from interlace.own_code import is_own
+from interlace.toml_text import read_toml
 
 _NO_OVERRIDES: Mapping[str, str] = MappingProxyType({})
 _EXPECTED = {
@@ -28,6 +27,12 @@ _EXPECTED = {
     str: "text in quotes",
 }
 
+_NOT_BUILT = {
+    "parallel.pipeline": "pipeline parallelism",
+    "parallel.expert": "expert parallelism",
+}
+"""Fields that people look for, and that run files had until they were found to do nothing."""
+
 
 def load_run_config(path: str, overrides: Mapping[str, str] = _NO_OVERRIDES) -> RunConfig:
     """Read a TOML file, or a preset by name, and put dotted `overrides` (as text) on top.
@@ -36,7 +41,7 @@ def load_run_config(path: str, overrides: Mapping[str, str] = _NO_OVERRIDES) -> 
     have the right type but make no sense are left to `interlace.config.check`.
     """
     file = find_run_file(path)
-    written = _structure(_read_toml(file), RunConfig, prefix="", where=str(file))
+    written = _structure(read_toml(file)[0], RunConfig, prefix="", where=str(file))
     given = _structure(_nest(overrides), RunConfig, prefix="", where="command line", text=True)
     return _build(RunConfig, _merge(written, given))
 
@@ -73,31 +78,6 @@ def find_run_file(path: str) -> Path:
     raise InputError(f"there is no run file or preset {path!r}", hint=nearest(path, presets))
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 text", hint="save it as UTF-8") from error
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise _toml_error(file, text, str(error)) from error
-
-
-def _toml_error(file: Path, text: str, reason: str) -> InputError:
-    """tomllib says `reason (at line 3, column 5)`; show that line, and name the repeated key."""
-    found = re.search(r" \(at line (\d+), column \d+\)$", reason)
-    number = int(found[1]) if found else len(text.splitlines())
-    line = (text.splitlines() or [""])[min(number, len(text.splitlines())) - 1].strip()
-    what = reason[: found.start()] if found else reason.replace(" (at end of document)", "")
-    hint = "text needs quotes, and a table starts with [name]"
-    if what.startswith(("Cannot overwrite", "Cannot declare")):
-        what, hint = "this key or table was given before", "remove one of the two"
-    return InputError(f"{file}, line {number}: {what}: {line}", hint=hint)
-
-
 def _structure(
     data: Any, type_: Any, *, prefix: str, where: str, text: bool = False
 ) -> dict[str, Any]:
@@ -132,6 +112,8 @@ def _structure(
 
 def _known(key: str, prefix: str, types: Mapping[str, Any]) -> str:
     """The nearest valid name; a key written in the wrong table is sent to the right one."""
+    if what := _NOT_BUILT.get(prefix + key):
+        return f"{what} is not built yet: leave {prefix + key} out"
     tables = get_type_hints(RunConfig)
     homes = [
         f"{table}.{key}"

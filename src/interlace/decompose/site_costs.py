@@ -11,8 +11,7 @@ from interlace.decompose.choose import SiteTimes, SliceTimes, Times, Way
 from interlace.decompose.rewrite.find import row_operand
 from interlace.decompose.sites import Site
 from interlace.graphs.trace import StrandGraph
-from interlace.hardware.computed_costs import LAUNCH_NS, MachineModel
-from interlace.hardware.wire_bytes import wire_bytes
+from interlace.hardware.computed_costs import Machine, compute_ns
 from interlace.ir.graph import Kind
 
 
@@ -73,34 +72,28 @@ _COLLECTIVE = {
 }
 
 
-def computed_times(machine: MachineModel) -> Times:
-    """Roofline and alpha-beta as in `hardware.computed_costs`; both directions of a ring leave by
-    one link, so that sending halves both ways gains nothing."""
+def computed_times(machine: Machine) -> Times:
+    """Roofline and collective times as in `hardware.computed_costs`; both directions of a ring
+    leave by one link, so that sending halves both ways gains nothing."""
 
     def times(strand: StrandGraph, site: Site, ways: Sequence[Way]) -> SiteTimes:
         products = products_of(strand, site)
 
         def matmuls_ns(rows: int) -> int:
-            return sum(
-                LAUNCH_NS
-                + int(1e9 * max(p.flops_of(rows) / machine.flops_per_s,
-                                p.bytes_of(rows) / machine.bytes_per_s))
-                for p in products
-            )  # fmt: skip
+            return sum(compute_ns(machine, p.flops_of(rows), p.bytes_of(rows)) for p in products)
 
-        def transfer_ns(wire: float) -> int:
-            return machine.link_latency_ns + int(8e9 * wire / machine.link_bits_per_s)
+        def transfer_ns(kind: Kind, full_bytes: float) -> int:
+            return machine.collective_ns(kind, full_bytes, site.lane, site.ranks)
 
-        wire = wire_bytes(_COLLECTIVE[site.kind], site.bytes * site.ranks, site.ranks)
         slices = {}
         for variant, pieces in ways:
             parts = 2 if variant == "bidirectional" else 1
             rows = site.rows // pieces
             slices[variant, pieces] = SliceTimes(
                 compute_ns=parts * matmuls_ns(rows // parts),
-                send_ns=transfer_ns(site.bytes / pieces),
+                send_ns=transfer_ns(Kind.SEND, site.bytes / pieces),
             )
-        plain_ns = transfer_ns(wire) + matmuls_ns(site.rows * site.ranks)
-        return SiteTimes(plain_ns=plain_ns, slices=slices)
+        whole_ns = transfer_ns(_COLLECTIVE[site.kind], site.bytes * site.ranks)
+        return SiteTimes(plain_ns=whole_ns + matmuls_ns(site.rows * site.ranks), slices=slices)
 
     return times

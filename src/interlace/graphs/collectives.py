@@ -2,20 +2,25 @@
 
 A traced collective is a node `all_gather_into_tensor(x, size, group)` with a `wait_tensor` behind
 it. Executable graphs call the functions of this file instead: they return the work object, so that
-a recorder can learn when the transfer really ended, and the waiting is a node of its own.
+a recorder can learn when the transfer really ended, and the waiting is a node of its own. What is
+known about each operator is a row of one table, or of its own if it is a user's (`declare`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from interlace.errors import InputError
 from interlace.graphs.gloo_messages import Messages, exchange
-from interlace.graphs.torch_private import process_group
-from interlace.ir.graph import Kind
+from interlace.graphs.torch_private import OpOverload, process_group
+from interlace.ir.graph import COLLECTIVES, Kind
 
+_FUNCTIONAL = "_c10d_functional"
 _functional = torch.ops._c10d_functional
 WAIT = _functional.wait_tensor.default
 
@@ -120,46 +125,118 @@ def _writable(x: Tensor, *, consume: bool) -> Tensor:
     return x.contiguous() if consume else x.clone(memory_format=torch.contiguous_format)
 
 
-CONSUMERS = (reduce_scatter, all_reduce)
-"""Calls that can work in the buffer of an input that nobody else reads."""
+@dataclass(frozen=True)
+class Collective:
+    """A row of the table: what is known about an operator that communicates."""
 
-ISSUE = {
-    _functional.all_gather_into_tensor.default: (all_gather, Kind.ALL_GATHER),
-    _functional.reduce_scatter_tensor.default: (reduce_scatter, Kind.REDUCE_SCATTER),
-    _functional.all_reduce.default: (all_reduce, Kind.ALL_REDUCE),
-    _functional.all_to_all_single.default: (all_to_all, Kind.ALL_TO_ALL),
-}
-"""Every collective that can be in a graph: the traced operator, the call that starts it, its kind.
-Whatever needs one of these looks here when it needs it."""
+    call: Callable[..., Pending]
+    """Starts it, with the arguments of the traced operator."""
+    kind: Kind
+    """What it does, for its bytes on the wire. Behind an all-gather and an all-reduce, all ranks of
+    the group have equal values."""
+    group: int
+    """Position of the argument that names the process group."""
+    consumes: bool = False
+    """Whether the call takes `consume=True`, and then works in the buffer of its input."""
+
+    def group_in(self, args: Sequence[Any]) -> str:
+        """The name of the process group, of the operator's arguments."""
+        return str(args[self.group])
 
 
-def call_of(kind: Kind) -> Callable[..., Pending]:
-    """The call that makes a collective of this kind."""
-    wanted = Kind.ALL_TO_ALL if kind is Kind.SEND else kind
-    return next(call for call, made in ISSUE.values() if made is wanted)
+TABLE: Mapping[Any, Collective] = MappingProxyType(
+    {
+        _functional.all_gather_into_tensor.default: Collective(all_gather, Kind.ALL_GATHER, 2),
+        _functional.reduce_scatter_tensor.default: Collective(
+            reduce_scatter, Kind.REDUCE_SCATTER, 3, consumes=True
+        ),
+        _functional.all_reduce.default: Collective(all_reduce, Kind.ALL_REDUCE, 2, consumes=True),
+        _functional.all_to_all_single.default: Collective(all_to_all, Kind.ALL_TO_ALL, 3),
+    }
+)
+"""The collectives of torch that can be in a graph, by traced operator. Other operators carry a row
+of their own (`declare`); `row_of` finds both."""
+
+_ROW = "_interlace_collective"
+_GROUP_ARGUMENTS = ("group_name", "group")
+"""Arguments of these names and of type `str` hold the name of a process group."""
 
 
-def is_call(target: Any) -> bool:
-    """Whether a node of an executable graph with this target starts a collective."""
-    return any(target is call for call, _ in ISSUE.values())
+def declare(
+    op: OpOverload, call: Callable[..., Pending], kind: Kind, *, consumes: bool = False
+) -> None:
+    """Say that `op`, such as `torch.ops.mine.exchange.default`, communicates, and how to start it.
+
+    The row is kept on the operator itself. The operator takes the tensor that is sent first, and
+    the name of the process group as `group_name` or `group`; it returns one new tensor, behind
+    which a model calls `torch.ops._c10d_functional.wait_tensor`. `call` is given the arguments of
+    the traced operator, starts the transfer and returns it. Declaring it again as it is changes
+    nothing; InputError for an operator of another form, or one that was declared differently.
+    """
+    if not isinstance(op, OpOverload):
+        raise InputError(
+            f"{op!r} is not an operator with its overload",
+            hint="give it as in torch.ops.mine.exchange.default",
+        )
+    schema, wrong = op._schema, ""
+    if kind not in COLLECTIVES:
+        wrong = f"kind {kind} is not one of {', '.join(sorted(COLLECTIVES))}"
+    elif not schema.arguments or str(schema.arguments[0].type) != "Tensor":
+        wrong = "its first argument is not the tensor that is sent"
+    elif schema.is_mutable or [str(each.type) for each in schema.returns] != ["Tensor"]:
+        wrong = "it does not return one new tensor"
+    group = _group_argument(op)
+    if not wrong and (group is None or schema.arguments[group].has_default_value()):
+        wrong = "it has no argument group_name or group of type str, without a default"
+    if wrong or group is None:
+        raise InputError(f"{op} cannot be declared a collective: {wrong}", hint=f"it is {schema}")
+    row = Collective(call, kind, group, consumes)
+    if (known := row_of(op)) not in (None, row):
+        raise InputError(f"{op} is a collective already: {known}", hint="declare it once")
+    if known is None:
+        setattr(op, _ROW, row)
+
+
+def row_of(target: Any) -> Collective | None:
+    """What is known about a traced operator that communicates; None for all others."""
+    return TABLE.get(target) or getattr(target, _ROW, None)
+
+
+def known_row(target: Any) -> Collective:
+    """The same. Raises InputError for a collective that nothing is known about."""
+    row = row_of(target)
+    if row is None:
+        why, hint = unknown(target)
+        raise InputError(why, hint=hint)
+    return row
+
+
+def unknown(target: Any) -> tuple[str, str]:
+    """Why a collective without a row is refused, and what to do about it."""
+    known = "known: " + ", ".join(sorted(str(each) for each in TABLE))
+    if target.namespace == _FUNCTIONAL:
+        return f"collective {target} is not supported in a traced graph", known
+    return (
+        f"operator {target} takes the name of a process group, and how it communicates is unknown",
+        f"say it with interlace.graphs.collectives.declare(torch.ops.{target}, ...); {known}",
+    )
 
 
 def kind_of_collective(target: Any, args: Sequence[Any]) -> Kind:
-    """What a collective of `ISSUE` does. An all-to-all in which each rank reaches one rank only is
-    a send, whose bytes all cross the link."""
-    kind = ISSUE[target][1]
-    if kind is Kind.ALL_TO_ALL and sum(split > 0 for split in args[2]) == 1:
+    """What a collective does. An all-to-all of torch in which each rank reaches one rank only is a
+    send, whose bytes all cross the link."""
+    row = known_row(target)
+    if row.call is all_to_all and sum(split > 0 for split in args[2]) == 1:
         return Kind.SEND
-    return kind
+    return row.kind
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node of a traced graph starts a collective."""
-    return (
-        node.op == "call_function"
-        and getattr(node.target, "namespace", "") == "_c10d_functional"
-        and node.target != WAIT
-    )
+    """Whether a node of a traced graph starts a collective: one of torch, one that was declared, or
+    an operator that takes a process group, of which nothing more need be known."""
+    if node.op != "call_function" or node.target == WAIT:
+        return False
+    return row_of(node.target) is not None or _group_argument(node.target) is not None
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -168,5 +245,18 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def group_of(node: fx.Node) -> str:
-    """Name of the process group of a collective node; it is the last argument."""
-    return str(node.args[-1])
+    """Name of the process group of a collective node."""
+    return known_row(node.target).group_in(node.args)
+
+
+def _group_argument(target: Any) -> int | None:
+    """Position of the argument that names a process group, of an operator that is no part of aten.
+    Every functional collective of torch has one, last if its name is another."""
+    namespace = getattr(target, "namespace", "aten")
+    if namespace == "aten" or not isinstance(target, OpOverload):
+        return None
+    arguments = target._schema.arguments
+    for position, argument in enumerate(arguments):
+        if argument.name in _GROUP_ARGUMENTS and str(argument.type) in ("str", "Optional[str]"):
+            return position
+    return len(arguments) - 1 if namespace == _FUNCTIONAL else None

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 
 from interlace.errors import InputError
-from interlace.graphs.collectives import CONSUMERS, ISSUE, is_collective, is_wait, wait
+from interlace.graphs.collectives import is_collective, is_wait, known_row, wait
 from interlace.graphs.op_graphs import is_free
 from interlace.graphs.parts import Part
 from interlace.graphs.strides import copying_views, restrided
@@ -137,11 +137,11 @@ class _Builder:
             setattr(self.root, name, getattr(self.parts[strand].strand.module, str(node.target)))
             copy = self.graph.get_attr(name)
         elif is_collective(node):
-            issue, _ = ISSUE[node.target]  # type: ignore[index]
-            options: dict[str, Any] = (
-                {"consume": True} if issue in CONSUMERS and _sole_reader(node) else {}
-            )
-            copy = self.graph.call_function(issue, fx.node.map_arg(node.args, copied), options)
+            row = known_row(node.target)
+            args, options = fx.node.map_arg((node.args, node.kwargs), copied)
+            if row.consumes and _sole_reader(node):
+                options = {**options, "consume": True}
+            copy = self.graph.call_function(row.call, args, options)
         elif is_wait(node):
             copy = self.graph.call_function(wait, (copied(node.all_input_nodes[0]),))
         elif node.target == aten.as_strided.default:
@@ -151,6 +151,8 @@ class _Builder:
             if node in self.copying[strand]:
                 copy.target = aten.reshape.default
         copy.meta = {"strand": strand, "name": node.name}
+        if is_collective(node):
+            copy.meta["collective"] = known_row(node.target)
         self.done[strand, node] = copy
 
     def _as_strided(self, node: fx.Node, copied: Callable[[fx.Node], fx.Node]) -> fx.Node:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from interlace.errors import InputError
-from interlace.graphs.collectives import ISSUE, is_wait
+from interlace.graphs.collectives import is_wait, row_of
 from interlace.graphs.op_graphs import kind_of_target
 from interlace.ir.graph import Kind
 
@@ -29,8 +29,8 @@ def is_sum(node: fx.Node) -> bool:
     """Whether a node waits for a reduction over ranks."""
     if not is_wait(node):
         return False
-    issue = ISSUE.get(node.all_input_nodes[0].target)  # type: ignore[arg-type]
-    return issue is not None and issue[1] in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+    row = row_of(node.all_input_nodes[0].target)
+    return row is not None and row.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 
 
 def module_path(node: fx.Node) -> str:

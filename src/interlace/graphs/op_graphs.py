@@ -14,7 +14,6 @@ from torch.utils.flop_counter import flop_registry
 from interlace.errors import InputError
 from interlace.graphs.buffers import is_in_place, written
 from interlace.graphs.collectives import (
-    ISSUE,
     group_of,
     is_collective,
     is_wait,
@@ -170,11 +169,6 @@ def _operator(
 
 def _kind(node: fx.Node) -> Kind:
     if is_collective(node):
-        if node.target not in ISSUE:
-            raise InputError(
-                f"collective {node.target} is not supported in a traced graph",
-                hint="known: " + ", ".join(sorted(str(target) for target in ISSUE)),
-            )
         return kind_of_collective(node.target, node.args)
     return kind_of_target(node.target)
 

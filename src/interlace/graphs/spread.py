@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Replicate
 
-from interlace.graphs.collectives import ISSUE, group_of, is_collective
+from interlace.graphs.collectives import group_of, is_collective, known_row
 from interlace.graphs.torch_private import process_group
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.graph import Kind
@@ -73,8 +73,7 @@ def _behind(collective: fx.Node, spread: Spread, ranks: Ranks) -> Spread:
     """How the result of a collective over `ranks` differs, whose input differs as `spread` says."""
     if len(ranks) == 1:
         return spread
-    _, kind = ISSUE[collective.target]  # type: ignore[index]
-    if kind not in (Kind.ALL_GATHER, Kind.ALL_REDUCE):
+    if known_row(collective.target).kind not in (Kind.ALL_GATHER, Kind.ALL_REDUCE):
         return spread | {ranks}
     inside = set(ranks)
     left = {group for group in spread if not inside.issuperset(group)}

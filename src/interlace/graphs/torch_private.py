@@ -16,6 +16,7 @@ docs/new-torch.md says with which versions of torch it was tested.
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
     distributed._functional_collectives.AsyncCollectiveTensor   what eager DTensor waits on
     utils._python_dispatch.TorchDispatchMode, utils._pytree.tree_leaves   seeing eager operators
+    _ops.OpOverload                          an operator of a graph, on which a row can be kept
     _inductor.fx_passes.overlap_scheduling   PyTorch's overlap scheduler, a rival (from 2.13 on)
     cuda.jiterator._create_jit_fn            an element-wise CUDA kernel from its source
 
@@ -47,6 +48,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,6 +64,7 @@ __all__ = [
     "GradientOf",
     "InputOf",
     "Joint",
+    "OpOverload",
     "Reads",
     "TorchDispatchMode",
     "capture",

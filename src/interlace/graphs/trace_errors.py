@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from interlace.errors import InputError
-from interlace.graphs.collectives import ISSUE, is_collective
+from interlace.graphs.collectives import TABLE, is_collective, is_wait, row_of, unknown
 from interlace.graphs.torch_private import InputOf
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -102,14 +102,21 @@ def refuse_sparse(module: nn.Module, graph: fx.Graph) -> None:
 
 
 def refuse_collectives(module: nn.Module, graph: fx.Graph) -> None:
-    """Raise InputError for the first collective of a traced graph that has no counterpart."""
+    """Raise InputError for the first collective of a traced graph of which nothing is known, or
+    which was declared and is not waited for."""
     for node in graph.nodes:
-        if is_collective(node) and node.target not in ISSUE:
+        if not is_collective(node):
+            continue
+        if row_of(node.target) is None:
+            why, hint = unknown(node.target)
+            raise cannot_trace(module, why, lines_of(node), hint)
+        readers = [user.name for user in node.users if not is_wait(user)]
+        if readers and node.target not in TABLE:
             raise cannot_trace(
                 module,
-                f"collective {node.target} is not supported in a traced graph",
+                f"{readers[0]} reads the result of {node.target} without waiting for it",
                 lines_of(node),
-                "known: " + ", ".join(sorted(str(target) for target in ISSUE)),
+                "call torch.ops._c10d_functional.wait_tensor on the result",
             )
 
 

@@ -10,10 +10,10 @@ NVLink on A100 nodes, 0.80 on H200 nodes, 0.74 of the network ports of four host
 """
 
 import math
-import tomllib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
@@ -21,6 +21,7 @@ import interlace.presets
 from interlace.errors import InputError, nearest
 from interlace.hardware.wire_bytes import wire_bytes_by_link
 from interlace.ir.graph import Kind
+from interlace.toml_text import place_of, read_toml
 
 BASE_LATENCY_US = 8.4
 """Time of a collective without any step: NCCL's tuner, ring, Simple protocol."""
@@ -83,6 +84,22 @@ class Cluster:
     """Multiprocessors of one device."""
     intra_host: IntraHostLink
     inter_host: InterHostLink
+    hosts: int = 0
+    """How many hosts there are; 0, or no such key: as many as are asked for."""
+
+    def require(self, ranks: int) -> None:
+        """Raise InputError if the cluster has fewer devices than `ranks`."""
+        if self.hosts and ranks > self.hosts * self.devices_per_host:
+            raise InputError(
+                f"{ranks} ranks do not fit on cluster {self.name}: {self.hosts} hosts of "
+                f"{self.devices_per_host} devices are {self.hosts * self.devices_per_host}",
+                hint="use fewer ranks, or correct `hosts` in the cluster file",
+            )
+
+    def unlike(self, groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """One of each sort of `groups` of ranks: those that lie on hosts alike take equal times."""
+        sorts = {tuple(sorted(self._per_host(group).values())): tuple(group) for group in groups}
+        return tuple(sorts.values())
 
     def link_of(self, ranks: Sequence[int]) -> LinkName:
         """The link that a group of global `ranks` communicates over."""
@@ -92,7 +109,7 @@ class Cluster:
         """Multiprocessors that a collective of these ranks occupies on each device."""
         return getattr(self, self.link_of(ranks)).sms_held
 
-    def collective_ns(self, kind: Kind, full_bytes: int, ranks: Sequence[int]) -> int:
+    def collective_ns(self, kind: Kind, full_bytes: float, ranks: Sequence[int]) -> int:
         """Time of one collective among global `ranks`, alone on its link.
 
         `full_bytes` is the whole tensor: gathered, before a scatter, or what one rank sends.
@@ -125,7 +142,7 @@ def cluster_files() -> dict[str, Path]:
 
 
 def load_cluster(path: str) -> Cluster:
-    """Read a TOML file, or a preset by name. Raises InputError that names the file and the key."""
+    """Read a TOML file, or a preset by name. Raises InputError that names the line and the key."""
     presets = cluster_files()
     file = presets[path] if path in presets and not Path(path).is_file() else Path(path)
     if not file.is_file():
@@ -138,38 +155,39 @@ def load_cluster(path: str) -> Cluster:
             if looks_like_a_file
             else nearest(path, presets),
         )
-    try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(
-            f"cannot read {file}: {error}", hint="a cluster is a TOML file in UTF-8"
-        ) from error
-    return _structure(table, Cluster, prefix="", where=str(file))
+    table, text = read_toml(file)
+    return _structure(table, Cluster, prefix="", where=partial(place_of, str(file), text))
 
 
-def _structure(table: dict[str, Any], type_: type[T], *, prefix: str, where: str) -> T:
-    """A parsed table as a dataclass: every key, no other, of the right type and in range."""
+def _structure(
+    table: dict[str, Any], type_: type[T], *, prefix: str, where: Callable[[str], str]
+) -> T:
+    """A parsed table as a dataclass: every key that has no default, no other, of the right type
+    and in range. `where` gives the file and the line of a key."""
     types = get_type_hints(type_)
     for key in table:
         if key not in types:
             raise InputError(
-                f"{where}: unknown key {prefix}{key}",
+                f"{where(prefix + key)}: unknown key {prefix}{key}",
                 hint=nearest(prefix + key, [prefix + name for name in types]),
             )
     values: dict[str, Any] = {}
     for field in fields(type_):  # type: ignore[arg-type]
         name, kind = prefix + field.name, types[field.name]
         if field.name not in table:
-            raise InputError(f"{where}: {name} is missing", hint=f"add {name}")
+            if field.default is not MISSING:
+                continue
+            place = where(prefix.rstrip("."))
+            raise InputError(f"{place}: {name} is missing", hint=f"add {name}")
         value = table[field.name]
         if is_dataclass(kind):
             if not isinstance(value, dict):
                 raise InputError(
-                    f"{where}: {name} = {value!r} must be a table", hint=f"write [{name}]"
+                    f"{where(name)}: {name} = {value!r} must be a table", hint=f"write [{name}]"
                 )
             values[field.name] = _structure(value, kind, prefix=f"{name}.", where=where)
         else:
-            values[field.name] = _value(value, kind, name, where)
+            values[field.name] = _value(value, kind, name, where(name))
     return type_(**values)
 
 
@@ -187,7 +205,7 @@ def _value(value: Any, type_: type, name: str, where: str) -> Any:
         raise InputError(
             f"{where}: {name} = {value!r} must be a fraction", hint="0.8 is 80 % of the data sheet"
         )
-    may_be_zero = key in ("step_latency_us", "sms_held")
+    may_be_zero = key in ("step_latency_us", "sms_held", "hosts")
     if value < 0 or (value == 0 and not may_be_zero):
         raise InputError(
             f"{where}: {name} = {value!r} must be {'0 or more' if may_be_zero else 'above 0'}",

@@ -69,7 +69,11 @@ def host_groups(host_of: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
 
 
 def cluster_topology(cluster: Cluster, ranks: Sequence[int]) -> Topology:
-    """The ranks on a cluster, whose ranks fill one host after the other; a port per device."""
+    """The ranks on a cluster, whose ranks fill one host after the other; a port per device.
+
+    Raises InputError if there are not so many.
+    """
+    cluster.require(max(ranks, default=-1) + 1)
     places = {rank: str(rank // cluster.devices_per_host) for rank in ranks}
     return Topology(
         hosts=host_groups(places),

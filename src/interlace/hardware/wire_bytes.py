@@ -19,13 +19,13 @@ def share_sent(kind: Kind, ranks: int) -> float:
     return 2 * share if kind is Kind.ALL_REDUCE else share
 
 
-def wire_bytes(kind: Kind, full_bytes: int, ranks: int) -> float:
+def wire_bytes(kind: Kind, full_bytes: float, ranks: int) -> float:
     """Bytes that each rank sends for a collective on a tensor of `full_bytes`."""
     return share_sent(kind, ranks) * full_bytes
 
 
 def wire_bytes_by_link(
-    kind: Kind, full_bytes: int, ranks: int, hosts: int, local: int
+    kind: Kind, full_bytes: float, ranks: int, hosts: int, local: int
 ) -> tuple[float, float]:
     """Bytes that one device sends (inside its host, to other hosts), with `local` ranks per host.
 

@@ -141,6 +141,7 @@ def imagined_world(
         raise InputError(
             f"a world of {ranks} has nobody to communicate with", hint="imagine 2 ranks or more"
         )
+    cluster.require(ranks)
     if not 0 < slower < float("inf"):
         raise InputError(
             f"links cannot be {slower!r} times slower", hint="1 keeps the cluster's links"

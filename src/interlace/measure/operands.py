@@ -1,13 +1,13 @@
 """Operators and collectives of a traced chunk with the real inputs that they had in one step."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from interlace.graphs.buffers import written
-from interlace.graphs.collectives import CONSUMERS, Pending, call_of
+from interlace.graphs.collectives import TABLE, Collective, Pending
 from interlace.graphs.torch_private import process_group
 from interlace.ir.graph import Kind, Operator
 from interlace.runtime.recorder import Recorder
@@ -36,20 +36,21 @@ class CollectiveCall:
     x: Tensor
     rest: tuple[Any, ...]
     """Arguments after the tensor: reduce operation, sizes, name of the group."""
+    row: Collective
+    """How it is started, and which argument is the group."""
 
     def starts(self, count: int) -> list[Callable[[], Pending]]:
         """`count` starts. Each works on a copy of its own, as collectives may work in place."""
         return [self._start(self.x.clone()) for _ in range(count)]
 
     def _start(self, x: Tensor) -> Callable[[], Pending]:
-        issue = call_of(self.op.kind)
-        options = {"consume": True} if issue in CONSUMERS else {}
-        return lambda: issue(x, *self.rest, **options)
+        options = {"consume": True} if self.row.consumes else {}
+        return lambda: self.row.call(x, *self.rest, **options)
 
     @property
     def ranks(self) -> int:
-        """Size of its group, whose name is the last argument."""
-        return process_group(str(self.rest[-1])).size()
+        """Size of its group."""
+        return process_group(self.row.group_in((self.x, *self.rest))).size()
 
     @property
     def full_bytes(self) -> int:
@@ -59,9 +60,16 @@ class CollectiveCall:
     def resized(self, full_bytes: int) -> "CollectiveCall":
         """The same collective on a tensor of about `full_bytes` in all, made of the same values.
 
-        Rounded up to whole rows for each rank.
+        Rounded up to whole rows for each rank. Rows are single numbers, but for an operator of a
+        user's own, which may need them as long as they are.
         """
         ranks = self.ranks
+        if self.row not in TABLE.values() and self.x.dim() and self.x.numel():
+            row_bytes = self.x[:1].nbytes * ranks
+            rows = -(-full_bytes // row_bytes) * (1 if self.op.kind is Kind.ALL_GATHER else ranks)
+            copies = -(-rows // len(self.x))
+            x = self.x.repeat(copies, *[1] * (self.x.dim() - 1))[:rows].clone()
+            return replace(self, x=x)
         rows = -(-full_bytes // (self.x.element_size() * ranks))
         count = rows if self.op.kind is Kind.ALL_GATHER else rows * ranks
         flat = self.x.reshape(-1)
@@ -72,7 +80,7 @@ class CollectiveCall:
         elif self.op.kind is Kind.SEND:
             ways = ([count if split else 0 for split in splits] for splits in rest[:2])
             rest = (*ways, *rest[2:])
-        return CollectiveCall(self.op, x, rest)
+        return replace(self, x=x, rest=rest)
 
 
 @dataclass
@@ -95,7 +103,9 @@ class Capture(Recorder):
     def _keep(self, op: Operator, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
         if op.is_collective and op.key not in self.collectives:
             given: Any = fx.node.map_arg(node.args, values.__getitem__)
-            self.collectives[op.key] = CollectiveCall(op, given[0].clone(), tuple(given[1:]))
+            self.collectives[op.key] = CollectiveCall(
+                op, given[0].clone(), tuple(given[1:]), node.meta["collective"]
+            )
         elif not op.is_collective and op.key not in self.compute:
             own = {**values, **{source: values[source].clone() for source in written(node)}}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), own.__getitem__)

@@ -83,6 +83,25 @@ def axis_sizes(config: ParallelConfig) -> dict[str, int]:
     }
 
 
+def axis_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
+    """The groups of global ranks of each axis; those of the innermost, `tp`, are consecutive."""
+    strides = {
+        REPLICATE_AXIS: config.data_shard * config.context * config.tensor,
+        SHARD_AXIS: config.tensor,
+        CONTEXT_AXIS: config.tensor,
+        TENSOR_AXIS: 1,
+    }
+    world = config.data_replicate * config.data_shard * config.context * config.tensor
+    return {
+        axis: [
+            tuple(range(first, first + size * strides[axis], strides[axis]))
+            for first in range(world)
+            if first // strides[axis] % size == 0
+        ]
+        for axis, size in axis_sizes(config).items()
+    }
+
+
 def _coordinate(mesh: DeviceMesh) -> list[int]:
     found = mesh.get_coordinate()
     assert found is not None

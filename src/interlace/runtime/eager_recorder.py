@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from interlace.graphs.collectives import ISSUE, WAIT, kind_of_collective
+from interlace.graphs.collectives import WAIT, kind_of_collective, row_of
 from interlace.graphs.op_graphs import kind_of_target
 from interlace.graphs.torch_private import AsyncCollectiveTensor, TorchDispatchMode, tree_leaves
 from interlace.ir.graph import COMPUTE_LANE, Kind
@@ -65,8 +65,8 @@ class EagerRecorder(TorchDispatchMode):
             issue = self._flying.pop(_pointer(args[0]), None)
             if issue is not None:
                 self._events.append(_Event(issue.name, WAIT_KIND, *where, issue=issue))
-        elif func in ISSUE:
-            lane = self.axis_of_group.get(str(args[-1]), "?")
+        elif row := row_of(func):
+            lane = self.axis_of_group.get(row.group_in(args), "?")
             size = max(_bytes(args), _bytes(result))
             event = _Event(name, kind_of_collective(func, args), *where, lane=lane, bytes=size)
             self._flying[_pointer(result)] = event

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import fx
 
-from interlace.graphs.collectives import Pending, is_call, wait
+from interlace.graphs.collectives import Pending, wait
 from interlace.graphs.lower import Lowered
 from interlace.ir.actions import shown, strand
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
@@ -169,7 +169,7 @@ class Recorder:
         event.is_wait = node.target is wait
         if event.is_wait:
             event.name = node.all_input_nodes[0].meta["name"]
-        elif is_call(node.target):
+        elif "collective" in node.meta:
             event.is_collective = True
             self.clock.after(result, lambda stamp: setattr(event, "done", stamp))
         elif event.name not in self.graphs[graph].by_id:

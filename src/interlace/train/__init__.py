@@ -19,5 +19,6 @@ metrics.py        metrics.jsonl, and the numbers in it
 model_flops.py    FLOPs of a token, for MFU
 environment.py    environment, run file, costs and plan, written down
 planning.py       `interlace plan`: a run planned without starting it
+plan_costs.py     the times that it plans with: of a file, a cluster or a described machine
 profiling.py      `interlace profile`: a run's operators measured, resumably
 """

@@ -1,8 +1,7 @@
 """`interlace plan`: plan a run without starting it, with no second process and no weights.
 
 The model is built from fake tensors in a fake world of the right size, traced as a rank would, and
-planned on computed costs (`hardware.computed_costs`) or on those of a file that `interlace
-profile` wrote.
+planned on computed costs or on those of a file (`plan_costs`).
 """
 
 import os
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,26 +17,18 @@ import torch.distributed as dist
 
 from interlace import run_files
 from interlace.claims import refuse_in_live_run
-from interlace.config import RunConfig, parse_rate, world_of
+from interlace.config import RunConfig, world_of
 from interlace.data.tokens import open_tokenizer
-from interlace.decompose.choose import Request
-from interlace.decompose.rewrite.apply import Decompose
-from interlace.decompose.site_costs import computed_times
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
-from interlace.hardware.computed_costs import MachineModel, analytic_costs
-from interlace.ir import store
-from interlace.ir.costs import CostTable, cost_of
-from interlace.ir.graph import OpGraph
+from interlace.hardware.cluster import Cluster
 from interlace.ir.noise import noise_of
 from interlace.ir.plan import to_text
-from interlace.measure.machine import measure_this_machine
 from interlace.models.transformers_model import published_sizes
 from interlace.parallel.data import data_layout
-from interlace.parallel.meshes import axis_sizes, build_meshes
+from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import loss_context
-from interlace.report.cost_tables import warning
 from interlace.report.plan_figures import compare_searches
 from interlace.report.plan_json import plan_json
 from interlace.report.plan_picture import plan_png
@@ -47,15 +37,18 @@ from interlace.rules import check, resolve_layout
 from interlace.run_files import write_whole
 from interlace.runtime.candidates import Candidates, choose_passes, trace_candidates
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
-from interlace.runtime.strands import Strands, build_strands
+from interlace.runtime.strands import build_strands
 from interlace.schedules.finder import find
 from interlace.train.built_model import build_module, overridden_shape, published_shape
+from interlace.train.plan_costs import (
+    cluster_of,
+    computed_costs,
+    decompose_of,
+    measured_costs,
+    read_costs,
+)
 from interlace.train.session import DTYPES, vocabulary
 from interlace.train.weights import cast_parameters
-
-ASSUMED_RATE = "10gbit"
-_NAMED = 3
-"""So many estimated operators are named."""
 
 
 def plan_command(
@@ -66,26 +59,29 @@ def plan_command(
     interpolate: bool = False,
     json: Path | None = None,
     picture: Path | None = None,
+    cluster: str = "",
 ) -> int:
     """Plan `config`: tables on stderr, the plan on stdout or in `output`; more in other files.
+    Without a file of costs they are those of `cluster`, or else of the machine of the run file.
 
-    Raises InputError for a configuration, a cost file or an output that cannot work.
+    Raises InputError for a configuration, a cost file, a cluster or an output that cannot work.
     """
     check(config)
     given, config = config, published_shape(config)
     if overridden := overridden_shape(given, config):
         _say(overridden)
     _check_request(config, cost, interpolate=interpolate)
+    on = cluster_of(config, cluster, cost) if cluster else None
     _check_outputs({"--output": output, "--json": json, "--picture": picture}, cost)
-    table = _read_costs(cost) if cost else None
+    table = read_costs(cost) if cost else None
     (_, layers, _), ranks = _shape(config), world_of(config.parallel)
     with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
-        candidates = trace_fake(config)
+        candidates = trace_fake(config, on)
     whole = candidates.whole
     if whole.not_repeated:
         _say(f"every block was traced: {whole.not_repeated}")
     if table is None:
-        costs, origin = computed_costs(config, whole.op_graphs)
+        costs, origin = computed_costs(config, whole.op_graphs, on)
     else:
         costs, origin = measured_costs(table, str(cost), whole, interpolate=interpolate)
     _say(f"costs: {origin}")
@@ -122,8 +118,9 @@ def plan_command(
     return 0
 
 
-def trace_fake(config: RunConfig) -> Candidates:
-    """The graphs of one rank of `config` for two strands, traced on fake tensors."""
+def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
+    """The graphs of one rank of `config` for two strands, traced on fake tensors. Collectives are
+    decomposed by times of `cluster`, or else of the machine of the run file."""
     ranks = world_of(config.parallel)
     config = resolve_layout(config, ranks)
     tensor = config.parallel.tensor
@@ -155,84 +152,12 @@ def trace_fake(config: RunConfig) -> Candidates:
             with loss_context(meshes.tensor):
                 return trace_candidates(
                     lambda decompose: trace(decompose=decompose),
-                    _decompose_of(config),
+                    decompose_of(config, cluster),
                     config.overlap.passes,
                     schedule=find("two_strand"),
                 )
     finally:
         dist.destroy_process_group()
-
-
-def computed_costs(config: RunConfig, graphs: Mapping[str, OpGraph]) -> tuple[CostTable, str]:
-    """Costs from the machine that the run file describes, and in words where they come from."""
-    machine, words = machine_of(config)
-    costs = analytic_costs(graphs, machine, axis_sizes(config.parallel))
-    return costs, f"computed for {words}"
-
-
-def machine_of(config: RunConfig) -> tuple[MachineModel, str]:
-    """The machine that the run file describes, and in words where that comes from."""
-    flops = config.hardware.peak_tflops * 1e12
-    memory = config.hardware.memory_gb_per_s * 1e9
-    by = "given"
-    if not (flops and memory):
-        measured = measure_this_machine()
-        flops, memory = flops or measured[0], memory or measured[1]
-        by = "measured here"
-    assumed = "" if config.link.rate else ", assumed: set --link.rate"
-    rate = config.link.rate or ASSUMED_RATE
-    machine = MachineModel(
-        flops_per_s=flops,
-        bytes_per_s=memory,
-        link_bits_per_s=parse_rate(rate, "link.rate"),
-        link_latency_ns=int(config.link.latency_us * 1e3),
-    )
-    return machine, (
-        f"{flops / 1e12:.3g} TFLOP/s and {memory / 1e9:.4g} GB/s ({by}), link {rate}{assumed}"
-    )
-
-
-def _decompose_of(config: RunConfig) -> Decompose | None:
-    """What `[overlap]` asks for, with times computed from the machine of the run file."""
-    overlap = config.overlap
-    if overlap.decompose == "off":
-        return None
-    request = Request(variant=overlap.decompose, pieces=overlap.pieces)
-    return Decompose(request=request, times=computed_times(machine_of(config)[0]))
-
-
-def measured_costs(
-    table: CostTable, where: str, strands: Strands, *, interpolate: bool
-) -> tuple[CostTable, str]:
-    """`table` with times for all operators, and in words where they come from.
-
-    Raises InputError if the table belongs to another graph, unless `interpolate`; then if an
-    operator is like none of the table's.
-    """
-    if not interpolate and table.graph_digest != strands.digest:
-        raise InputError(
-            f"{where} was made for graph {table.graph_digest or 'of no name'}, and this run has "
-            f"graph {strands.digest}",
-            hint="profile this run, or add --interpolate to estimate what was not measured",
-        )
-    pair = strands.pair
-    times = table.of(pair, interpolate=interpolate)
-    missing = {op.key: op for op in pair.operators if op.key not in table.operators}
-    origin = "\n".join(filter(None, [f"{table.source}, {where}", warning(table)]))
-    if not missing:
-        return table, origin
-    estimates = {key: cost_of(op, times[op.id]) for key, op in missing.items()}
-    names = ", ".join(op.id for op in list(missing.values())[:_NAMED])
-    more = ", ..." if len(missing) > _NAMED else ""
-    return replace(
-        table,
-        operators={**table.operators, **estimates},
-        source=f"{table.source}, interpolated",
-        graph_digest=strands.digest,
-    ), (
-        f"{origin}\nestimated: {len(table.estimated(pair))} of {len(pair.operators)} operators, "
-        f"{len(missing)} different ones: {names}{more}"
-    )
 
 
 def describe_model(config: RunConfig) -> str:
@@ -251,14 +176,6 @@ def _shape(config: RunConfig) -> tuple[str, int, int]:
     if model.source == "hugging_face":
         return published_sizes(model.config)
     return model.architecture, model.layers, model.width
-
-
-def _read_costs(path: Path) -> CostTable:
-    try:
-        return store.load(path, CostTable)
-    except InputError as error:
-        hint = error.hint or f"write it with: interlace profile RUN -o {path}"
-        raise InputError(error.message, hint=hint) from error
 
 
 def _check_request(config: RunConfig, cost: Path | None, *, interpolate: bool) -> None:

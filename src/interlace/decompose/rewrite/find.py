@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from interlace.decompose.sites import Missed, Site, SiteKind
-from interlace.graphs.collectives import ISSUE, group_of, is_collective, is_wait, kind_of_collective
+from interlace.graphs.collectives import TABLE, group_of, is_collective, is_wait, kind_of_collective
 from interlace.graphs.module_paths import module_path
 from interlace.graphs.torch_private import process_group
 from interlace.graphs.trace import StrandGraph
@@ -67,7 +67,7 @@ def find_sites(
                 sites.append(site)
                 continue
             match = f"its matmul is decomposed with {other}"
-        kind = _kind(node)
+        kind = kind_of_collective(node.target, node.args)
         missed.append(
             Missed(
                 strand=strand.name,
@@ -82,7 +82,9 @@ def find_sites(
 
 def match_site(collective: fx.Node) -> Gather | Sum | str:
     """What can be decomposed around a collective, or why nothing can."""
-    kind = _kind(collective)
+    kind = kind_of_collective(collective.target, collective.args)
+    if collective.target not in TABLE:
+        return "it is no collective of torch"
     if kind is Kind.SEND:
         return "it is a send already"
     if kind is Kind.ALL_TO_ALL:
@@ -97,12 +99,6 @@ def match_site(collective: fx.Node) -> Gather | Sum | str:
     if kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE):
         return _match_sum(collective, waits[0])
     return f"{kind} is not decomposed"
-
-
-def _kind(collective: fx.Node) -> Kind:
-    if collective.target not in ISSUE:
-        return Kind.OTHER
-    return kind_of_collective(collective.target, collective.args)
 
 
 def _match_gather(collective: fx.Node, wait: fx.Node) -> Gather | str:
@@ -248,7 +244,7 @@ def _site(strand: StrandGraph, match: Gather | Sum, axis_of_group: Mapping[str, 
         Kind.REDUCE_SCATTER: "matmul_scatter",
         Kind.ALL_REDUCE: "matmul_reduce",
     }
-    kind = _kind(collective)
+    kind = kind_of_collective(collective.target, collective.args)
     sent = collective.args[0]
     assert isinstance(sent, fx.Node)
     rows = _value(match.matmuls[0]).shape[0] // ranks
