@@ -42,7 +42,7 @@ def main() -> None:
         flops_per_s=1e12, bytes_per_s=50e9, link_bits_per_s=25e9, link_latency_ns=20_000
     )
     costs = analytic_costs(graphs, machine, ranks={"tp": 4})
-    plan = make_plan(graphs, costs, "exact")
+    plan = make_plan(graphs, costs, "merge")
     print(to_text(plan, graphs))
 
     def step_ms(each: Plan) -> float:

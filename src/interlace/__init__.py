@@ -34,6 +34,7 @@ config.py     RunConfig: everything that a run is asked to do
 ir/           the shared vocabulary: graphs, plans, costs, timelines as data
 own_code.py   a user's own code by its name, `module:name`
 toml_text.py  TOML files that people write, with errors that name the line
+old_words.py  what words of earlier run files and plans are called now
 errors.py     the errors that a user can meet, and their exit codes
 presets/      shipped run files, models and clusters
 """

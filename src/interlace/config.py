@@ -13,15 +13,15 @@ from interlace.errors import InputError
 Strands = Literal["2", "1", "eager"]
 Own = str
 """Code of a user's own, as `module:name` (`own_code`)."""
-Search = Literal["exact", "list", "paper"] | Own
+Search = Literal["merge", "list", "segment_pairs"] | Own
 Architecture = Literal["llama", "gpt"]
 Mode = Literal[
     "eager",
     "1",
     "2",
-    "exact",
+    "merge",
     "list",
-    "paper",
+    "segment_pairs",
     "inductor",
     "plain-1",
     "plain-2",
@@ -195,10 +195,10 @@ class OverlapConfig:
 class PlanConfig:
     """How the order of operators is found."""
 
-    search: Search = "exact"
-    """Search that makes the plan: `exact` merges the strands by dynamic programming and polishes
-    the result, `list` is plain list scheduling, `paper` pairs segments between barriers; or a
-    function of your own (docs/extending.md)."""
+    search: Search = "merge"
+    """Search that makes the plan: `merge` merges the strands by dynamic programming and polishes
+    the result, `list` is plain list scheduling, `segment_pairs` pairs segments between barriers; or
+    a function of your own (docs/extending.md)."""
     memory_mib: float = 0.0
     """Largest peak of values made by the graphs of one phase, per rank; 0 for no bound."""
     extra_memory: float = 0.03

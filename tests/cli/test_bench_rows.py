@@ -41,9 +41,9 @@ def case(**other: Any) -> Case:
     modes = {
         "eager": mode(200.0),
         "1": planned(160.0, 150.0, 19),
-        "paper": planned(130.0, 120.0, 20),
+        "segment_pairs": planned(130.0, 120.0, 20),
         "list": planned(120.0, 110.0, 20),
-        "exact": planned(100.0, 88.0, 23, hidden_fraction=0.75, steady_hidden_fraction=0.95),
+        "merge": planned(100.0, 88.0, 23, hidden_fraction=0.75, steady_hidden_fraction=0.95),
     }
     comparison = {"constant_bytes": 180 * MIB, "modes": modes | other}
     return Case(target=0.5, rate="500mbit", micro_batches=8, comparison=comparison)
@@ -64,9 +64,9 @@ def test_rows_compare_steps_that_ran_next_to_each_other() -> None:
     assert eager.spread == pytest.approx((2.0, 2.0))
     expected = {
         "speedup_vs_one_strand": 1.6,
-        "speedup_vs_paper": 1.3,
+        "speedup_vs_segment_pairs": 1.3,
         "speedup_vs_list": 1.2,
-        "list_speedup_vs_paper": 130 / 120,
+        "list_speedup_vs_segment_pairs": 130 / 120,
         "cpu_time_vs_eager": 1.0,
         "hidden_fraction": 3.0,
         "steady_hidden_fraction": 1.9,
@@ -82,15 +82,15 @@ def test_predictions_are_compared_with_the_graphs_alone() -> None:
     rows = by_metric(rows_of(case()))
     graph_ms = (90.0 + 92.0) / 2  # of the last two steps
     assert rows["predicted_over_measured"].ratio == pytest.approx(88.0 / graph_ms)
-    worse = case(exact=planned(100.0, 2 * graph_ms, 23))
-    best = case(exact=planned(100.0, graph_ms, 23))
+    worse = case(merge=planned(100.0, 2 * graph_ms, 23))
+    best = case(merge=planned(100.0, graph_ms, 23))
     summary = by_metric(summary_rows([case(), worse, best]))
     error = summary["prediction_error"]
     assert error.ours == pytest.approx(1 - 88.0 / graph_ms)
     assert error.spread == pytest.approx((0.0, 1.0))
     assert set(summary) == {
         "prediction_error",
-        *(f"prediction_error_{name}" for name in ("one_strand", "paper", "list")),
+        *(f"prediction_error_{name}" for name in ("one_strand", "segment_pairs", "list")),
     }
 
 
@@ -107,7 +107,7 @@ def test_extra_memory_is_told_with_and_without_what_is_always_there() -> None:
 
 def test_a_case_with_fewer_ways_has_fewer_rows() -> None:
     """The long step is run without the other searches."""
-    few = {name: row for name, row in case().modes.items() if name in ("eager", "1", "exact")}
+    few = {name: row for name, row in case().modes.items() if name in ("eager", "1", "merge")}
     short = Case(
         target=1.0,
         rate="250mbit",
@@ -116,7 +116,7 @@ def test_a_case_with_fewer_ways_has_fewer_rows() -> None:
     )
     metrics = by_metric(rows_of(short))
     assert {"speedup_vs_eager", "predicted_over_measured"} <= set(metrics)
-    assert not any("paper" in name or "list" in name for name in metrics)
+    assert not any("segment_pairs" in name or "list" in name for name in metrics)
     text = tables([case(), short])
     assert "250mbit" in text
     assert "2.00x" in text
@@ -134,7 +134,7 @@ def test_the_rate_follows_from_the_calibration() -> None:
 
 @pytest.mark.parametrize("size", [FULL, QUICK])
 def test_every_point_has_what_its_rows_need(size: Any) -> None:
-    """One strand gives the achieved ratio, `exact` is what all others are compared with."""
-    assert all({"eager", "1", "exact"} <= set(point.modes) for point in size.points)
+    """One strand gives the achieved ratio, `merge` is what all others are compared with."""
+    assert all({"eager", "1", "merge"} <= set(point.modes) for point in size.points)
     assert any(isinstance(point, Point) and point.memory for point in size.points)
     assert size.steps >= 2

@@ -62,14 +62,14 @@ def test_everything_is_written(tmp_path, capsys):
     assert main(["plan", *SMALL, *arguments]) == 0
     out, err = capsys.readouterr()
     assert out == ""
-    for words in ("tracing 1 layers", "search exact ... ", "list *", "one strand", "memory of"):
+    for words in ("tracing 1 layers", "search merge ... ", "list *", "one strand", "memory of"):
         assert words in err
     assert all(f"wrote {path}" in err for path in (plan, figures, picture))
     document = json.loads(figures.read_text())
     read = plans.read(plan)
     assert document["plan"]["digest"] == read.digest
     assert document["chosen"] == read.search == "list"
-    assert set(document["searches"]) == {"exact", "list", "paper"}
+    assert set(document["searches"]) == {"merge", "list", "segment_pairs"}
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -228,7 +228,7 @@ def test_a_chosen_search_that_does_not_fit(capsys):
         ("{plain} --cluster {small}", "{small}, line 4: hosts = -3 must be 0 or more", "hosts"),
         ("{plain} --cluster {one}", "2 ranks do not fit on cluster apart: 1 hosts of 1", "fewer"),
         ("--cluster a800 --cost {file}", "--cost {file} and --cluster a800 both", "one of the two"),
-        ("--plan.search wombat", 'must be one of "exact", "list", "paper"', "as in"),
+        ("--plan.search wombat", 'must be one of "merge", "list", "segment_pairs"', "as in"),
         ("--plan.file plan.txt", "plan.file = 'plan.txt' is a plan already", "leave it out"),
         ("--strands 1 --train.micro_batches 1", "pairs two micro-batches", "2 or more"),
         ("--model.kv_heads 3", "is not a multiple of model.kv_heads", "divisor"),

@@ -183,3 +183,21 @@ def test_infinity_is_read_and_then_refused(tmp_path):
     assert config.optimizer.learning_rate == math.inf
     with pytest.raises(InputError, match=r"optimizer\.learning_rate"):
         check(config)
+
+
+def test_old_names_of_searches_still_work(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file and on the command line, each with one note, by the first rank alone."""
+    monkeypatch.delenv("RANK", raising=False)
+    path = write(tmp_path, '[plan]\nsearch = "exact"\n[compare]\nmodes = ["1", "list"]\n')
+    config = load_run_config(path, {"compare.modes": "eager,paper"})
+    assert (config.plan.search, config.compare.modes) == ("merge", ("eager", "segment_pairs"))
+    assert caplog.messages == [
+        f'note: {path}: plan.search = "exact" is now called "merge"',
+        'note: command line: compare.modes = "paper" is now called "segment_pairs"',
+    ]
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    assert load_run_config(path).plan.search == "merge"
+    assert not caplog.messages

@@ -81,7 +81,7 @@ def test_interlace_plan_shows_it_beside_ours(
     assert main(["plan", "run.toml", "-o", "plan.txt", "--json", "plan.json"]) == 0
     table = capsys.readouterr().err
     assert f"{NAME} *" in table
-    assert all(name in table for name in ("exact", "list", "paper"))
+    assert all(name in table for name in ("merge", "list", "segment_pairs"))
     assert f"search {NAME}  graph" in Path("plan.txt").read_text()
     assert NAME in json.loads(Path("plan.json").read_text())["searches"]
 
@@ -110,6 +110,6 @@ def test_the_run_file_refuses_a_wrong_name(
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RUN.replace("own_search:first_come", "own_serch"))
     assert main(["plan", "run.toml"]) == 2
-    assert 'plan.search = \'own_serch\' must be one of "exact", "list", "paper"' in (
+    assert 'plan.search = \'own_serch\' must be one of "merge", "list", "segment_pairs"' in (
         capsys.readouterr().err
     )

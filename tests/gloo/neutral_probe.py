@@ -30,7 +30,7 @@ from interlace.sim.step import simulate_step
 from interlace.train.planning import computed_costs, trace_fake
 from interlace.train.worker import main
 
-SEARCHES = {"exact": "exact", "list": "list", "paper": "paper"}
+SEARCHES = {"exact": "merge", "list": "list", "paper": "segment_pairs"}
 """Name in the record: name in the package."""
 STRANDS = {
     "gather": "gather",
@@ -83,7 +83,7 @@ def graphs_of(traced: Traced) -> dict[str, Any]:
 
 def plans_of(traced: Traced) -> tuple[dict[str, Any], str]:
     """One strand, and two strands by every search: orders, predictions and peaks of memory. And
-    the plan file of two strands by `exact` for training, empty for a single micro-batch."""
+    the plan file of two strands by `merge` for training, empty for a single micro-batch."""
     plans = {"one strand": _figures(traced, sequential(traced.graphs))}
     text = ""
     if traced.config.train.micro_batches > 1:

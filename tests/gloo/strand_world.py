@@ -105,7 +105,7 @@ class World:
         plan = plan or self.strands.sequential
         return StrandEngine(self.weights, self.strands, plan, self.constants)
 
-    def planned(self, search: str = "exact", costs: CostTable | None = None) -> StrandEngine:
+    def planned(self, search: str = "merge", costs: CostTable | None = None) -> StrandEngine:
         """Two strands in the order that a training run would plan here."""
         return self.engine(make_plan(self.strands.op_graphs, costs or self.costs(), search))
 

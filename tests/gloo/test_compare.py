@@ -24,7 +24,7 @@ from interlace.train.opening import open_session
 from interlace.train.session import Session, process_group
 
 RIVALS: tuple[Mode, ...] = ("inductor",) if has_inductor_schedule() else ()
-MODES: tuple[Mode, ...] = ("eager", "1", "2", "paper", "list", "exact", *RIVALS)
+MODES: tuple[Mode, ...] = ("eager", "1", "2", "segment_pairs", "list", "merge", *RIVALS)
 STEPS = 2
 
 
@@ -60,7 +60,7 @@ def compared(text: str) -> dict[str, Any]:
             "plans": {mode: plan.digest for mode, plan in session.plans.items()},
             "searches": {mode: plan.search for mode, plan in session.plans.items()},
             "buffers": len(buffers),
-            "shared": session.engines["2"] is session.engines["exact"],
+            "shared": session.engines["2"] is session.engines["merge"],
         }
 
 
@@ -97,12 +97,13 @@ def test_each_search_makes_its_own_plan_and_all_ranks_the_same(
     """`2` is the plan of plan.search; engines share one set of gradient buffers."""
     plans = ranks[0]["plans"]
     assert plans == ranks[1]["plans"]
-    assert plans["2"] == plans["exact"]
-    assert len({plans[mode] for mode in ("1", "paper", "exact", *RIVALS)}) == 3 + len(RIVALS)
+    assert plans["2"] == plans["merge"]
+    different = ("1", "segment_pairs", "merge", *RIVALS)
+    assert len({plans[mode] for mode in different}) == len(different)
     searches = ranks[0]["searches"]
     assert searches == {
-        **{mode: mode for mode in ("paper", "list", "exact", *RIVALS)},
-        "2": "exact",
+        **{mode: mode for mode in ("segment_pairs", "list", "merge", *RIVALS)},
+        "2": "merge",
         "1": "sequential",
     }
     assert all(rank["buffers"] == 1 and rank["shared"] for rank in ranks)

@@ -7,14 +7,14 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_exact import length_ns
 from test_list_scheduling import all_orders
+from test_merge import length_ns
 
 from interlace.ir.graph import OpGraph
 from interlace.ir.plan import check
 from interlace.search.evaluator import Evaluator
-from interlace.search.exact import order_exact
 from interlace.search.memory import Alive, Liveness, peak_bytes, peak_of
+from interlace.search.merge import order_merge
 from interlace.search.polish import Moves, lower_peak, polish
 from interlace.search.problem import Problem
 from interlace.search.tight import smallest_peak
@@ -37,7 +37,7 @@ def test_a_bounded_plan_is_the_shortest_that_fits(
     peaks = [peak_bytes(graph, order) for order in orders]
     bound = data.draw(st.sampled_from(sorted(set(peaks)))) - data.draw(st.integers(0, 1))
     problem = Problem(graph, solo_ns, issue_ns, memory_bytes=max(1, bound))
-    order = order_exact(problem)
+    order = order_merge(problem)
     check(order, graph, "plan")
     lowest, peak = smallest_peak(problem)
     assert peak == peak_bytes(graph, lowest) == min(peaks)
@@ -57,12 +57,12 @@ def test_larger_plans_fit_where_the_lowest_peak_does(
 ) -> None:
     """And a bound that does not bind does not change the plan."""
     solo_ns = data.draw(solo_times(graph))
-    free = order_exact(Problem(graph, solo_ns, issue_ns))
+    free = order_merge(Problem(graph, solo_ns, issue_ns))
     most = peak_bytes(graph, free)
     least = smallest_peak(Problem(graph, solo_ns, issue_ns))[1]
     bound = data.draw(st.integers(min(least, most), most))
     bounded = Problem(graph, solo_ns, issue_ns, memory_bytes=max(1, bound))
-    order = order_exact(bounded)
+    order = order_merge(bounded)
     check(order, graph, "plan")
     assert peak_bytes(graph, order) <= bounded.memory_bytes
     if bounded.memory_bytes >= most:

@@ -196,3 +196,16 @@ def test_the_digest_is_about_orders_only() -> None:
     assert replace(plan, head=1).digest != plan.digest
     backwards = dict(reversed(plan.phases.items()))
     assert replace(plan, phases=backwards).digest == plan.digest
+
+
+def test_a_plan_by_a_search_of_an_old_name_is_the_same_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It reads with a note, and its digest is what it was."""
+    plan, strands = example()
+    plan = replace(plan, search="merge")
+    text = to_text(plan, strands).replace("search merge", "search exact")
+    again = from_text(text, "plan.txt")
+    assert again == plan
+    assert again.digest == plan.digest
+    assert caplog.messages == ['note: plan.txt: search = "exact" is now called "merge"']

@@ -8,11 +8,16 @@ from typing import Any
 from interlace.bench.results import Row, speedup
 from interlace.text import aligned, number, percent
 
-OURS = "exact"
-RIVALS = {"eager": "eager", "1": "one_strand", "inductor": "inductor", "paper": "paper"}
-"""What `exact` and `list` are compared with, and how metrics call it."""
-PREDICTED = ("1", "paper", "list", "exact")
-COLUMNS = ("eager", "1", "inductor", "paper", "list", "exact")
+OURS = "merge"
+RIVALS = {
+    "eager": "eager",
+    "1": "one_strand",
+    "inductor": "inductor",
+    "segment_pairs": "segment_pairs",
+}
+"""What `merge` and `list` are compared with, and how metrics call it."""
+PREDICTED = ("1", "segment_pairs", "list", "merge")
+COLUMNS = ("eager", "1", "inductor", "segment_pairs", "list", "merge")
 NAMES = {"1": "one strand"}
 MIB = 2**20
 
@@ -75,9 +80,9 @@ def _speedups(case: Case) -> Iterator[Row]:
     if "list" in case.modes:
         listed = case.timed("list", "step_ms")
         yield speedup(case.name, "speedup_vs_list", ours, listed)
-        if "paper" in case.modes:
-            paper = case.timed("paper", "step_ms")
-            yield speedup(case.name, "list_speedup_vs_paper", listed, paper)
+        if "segment_pairs" in case.modes:
+            pairs = case.timed("segment_pairs", "step_ms")
+            yield speedup(case.name, "list_speedup_vs_segment_pairs", listed, pairs)
     if "eager" in case.modes:
         cpu = case.timed(OURS, "cpu_ms")
         yield speedup(case.name, "cpu_time_vs_eager", cpu, case.timed("eager", "cpu_ms"))
@@ -167,7 +172,8 @@ def tables(cases: Sequence[Case]) -> str:
 
 def _times(cases: Sequence[Case]) -> str:
     header = ("comm", "micro-b.", "link", "measured", *(NAMES.get(c, c) for c in COLUMNS))
-    gains = ("vs eager", "vs one", "vs paper")
+    gained = ("eager", "one_strand", "segment_pairs")
+    gains = ("vs eager", "vs one", "vs pairs")
     rows = []
     for case in cases:
         cells = [
@@ -175,7 +181,7 @@ def _times(cases: Sequence[Case]) -> str:
             for mode in COLUMNS
         ]
         by_metric = {row.metric: row for row in rows_of(case)}
-        ratios = [by_metric.get(f"speedup_vs_{name}") for name in ("eager", "one_strand", "paper")]
+        ratios = [by_metric.get(f"speedup_vs_{name}") for name in gained]
         rows.append(
             (
                 f"{case.target:g}x",

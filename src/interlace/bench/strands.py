@@ -1,7 +1,7 @@
 """Two strands by each search against one strand and plain eager PyTorch, over several link rates.
 
 Two ranks, one core each, tensor + sequence parallel Llama in float32, of width 2560: wide enough
-that gloo's own work on the core is small beside its transfers. `exact` plans within
+that gloo's own work on the core is small beside its transfers. `merge` plans within
 plan.extra_memory, 3 % above one strand; the other searches know no bound. A short run of one strand
 says how long compute and communication take, and later each point says it again; from that follow
 the rates at which communication takes 0.25 to 2 times as long as compute. At each rate all ways of
@@ -83,7 +83,7 @@ class Size:
     """Whether even a small model keeps to plan.extra_memory."""
 
 
-_ALL = ("eager", "1", "paper", "list", "exact")
+_ALL = ("eager", "1", "segment_pairs", "list", "merge")
 FULL = Size(
     layers=2,
     width=2560,
@@ -94,7 +94,7 @@ FULL = Size(
         Point(ratio=0.5, micro_batches=8, modes=_ALL),
         Point(ratio=1.0, micro_batches=8, modes=(*_ALL, "inductor"), memory=True),
         Point(ratio=2.0, micro_batches=8, modes=_ALL),
-        Point(ratio=1.0, micro_batches=16, modes=("eager", "1", "exact")),
+        Point(ratio=1.0, micro_batches=16, modes=("eager", "1", "merge")),
     ),
 )
 QUICK = Size(
@@ -106,7 +106,7 @@ QUICK = Size(
         Point(
             ratio=1.0,
             micro_batches=4,
-            modes=("eager", "1", "paper", "list", "exact"),
+            modes=("eager", "1", "segment_pairs", "list", "merge"),
             memory=True,
         ),
     ),

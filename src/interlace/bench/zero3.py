@@ -13,7 +13,7 @@ from pathlib import Path
 
 from interlace.bench.strands import Point, Size, run_size
 
-_MODES = ("eager", "1", "list", "exact")
+_MODES = ("eager", "1", "list", "merge")
 _LAYOUT = (
     ("parallel.data_shard", 2),
     ("parallel.zero", 3),

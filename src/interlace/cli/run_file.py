@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import interlace.presets
 from interlace.config import RunConfig
 from interlace.errors import InputError, nearest
+from interlace.old_words import present_search
 from interlace.own_code import is_own
 from interlace.toml_text import read_toml
 
@@ -32,6 +33,9 @@ _NOT_BUILT = {
     "parallel.expert": "expert parallelism",
 }
 """Fields that people look for, and that run files had until they were found to do nothing."""
+
+_SEARCHES = ("plan.search", "compare.modes")
+"""Fields that name searches, which may be written by their old words."""
 
 
 def load_run_config(path: str, overrides: Mapping[str, str] = _NO_OVERRIDES) -> RunConfig:
@@ -100,14 +104,24 @@ def _structure(
         if is_dataclass(kind):
             values[key] = _structure(value, kind, prefix=f"{name}.", where=where, text=text)
             continue
+        parsed = _parse_text(value, kind) if text else value
+        if name in _SEARCHES:
+            parsed = _present(parsed, f"{where}: {name}")
         try:
-            values[key] = _convert(_parse_text(value, kind) if text else value, kind)
+            values[key] = _convert(parsed, kind)
         except TypeError as error:
             raise InputError(
                 f"{where}: {name} = {value!r} must be {error}",
                 hint=f"as in {name} = {json.dumps(getattr(type_(), key))}",
             ) from error
     return values
+
+
+def _present(value: Any, where: str) -> Any:
+    """`value` of a field that names a search or several, by the words of now."""
+    if isinstance(value, list):
+        return [_present(each, where) for each in value]
+    return present_search(value, where) if isinstance(value, str) else value
 
 
 def _known(key: str, prefix: str, types: Mapping[str, Any]) -> str:

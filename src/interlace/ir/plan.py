@@ -16,6 +16,7 @@ from interlace.errors import InputError
 from interlace.ir.actions import Share, label_of, strands_of
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.phases import phase_graph
+from interlace.old_words import present_search
 
 _HEADER = "interlace plan 3"
 _BARRIER = "-- barrier --"
@@ -193,7 +194,8 @@ def from_text(text: str, where: str = "plan") -> Plan:
     reader = _Reader(where)
     for number, line in enumerate(lines[2:], 3):
         reader.line(number, line)
-    return Plan(head[1], head[2], head[3], head[4], reader.finish(), int(head[5]))
+    search = present_search(head[1], f"{where}: search")
+    return Plan(search, head[2], head[3], head[4], reader.finish(), int(head[5]))
 
 
 class _Reader:

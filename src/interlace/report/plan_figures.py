@@ -10,6 +10,7 @@ from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
+from interlace.old_words import present_search
 from interlace.schedules.finder import sequential
 from interlace.search.bounds import lower_bound_ns
 from interlace.search.limits import MemoryLimits
@@ -109,6 +110,7 @@ def compare_searches(
 
     Raises InputError if the chosen search gives no plan within `limits`.
     """
+    chosen = present_search(chosen, "search")
     searches: dict[str, PlanFigures] = {}
     refused: dict[str, str] = {}
     for name in dict.fromkeys((*SEARCHES, chosen)):

@@ -3,11 +3,11 @@
 planner.py          a phase, or a whole step, planned by a search chosen by name
 problem.py          the problem that every search solves
 limits.py           how much memory a plan may take
-exact.py            merge of main chains and fillers, then polish
+merge.py            best merge of main chains and fillers, then polish
 chains.py           main chains and fillers of a graph
 merge_chains.py     two chains merged by dynamic programming
 list_scheduling.py  event-driven list scheduling
-paper.py            the published baseline: segment pairs with barriers
+segment_pairs.py    the published baseline: segment pairs with barriers
 optimal.py          proven optima of small problems
 polish.py           an order improved by moving operators
 window.py           an order changed a window at a time

@@ -14,7 +14,7 @@ from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph
 from interlace.schedules.finder import Schedule
 from interlace.search.evaluator import Evaluator
-from interlace.search.exact import order_quick
+from interlace.search.merge import order_quick
 from interlace.search.problem import Problem
 
 HEADS = 6

@@ -22,7 +22,7 @@ class MemoryLimits:
     """But so many bytes beyond one strand are always fine."""
 
     def aim(self, strands: Mapping[str, OpGraph]) -> int:
-        """Bytes of values within which `exact` looks for a plan, 0 for no limit. One strand after
+        """Bytes of values within which `merge` looks for a plan, 0 for no limit. One strand after
         the other always keeps within the share, so that alone never leaves a phase unplanned."""
         if self.extra_share is None:
             return self.bound_bytes

@@ -10,15 +10,16 @@ from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.phases import phase_graph, whole_graph
 from interlace.ir.plan import PhasePlan, Plan, check, without_heads
 from interlace.ir.timeline import WAIT, Timeline
+from interlace.old_words import present_search
 from interlace.own_code import load_function
 from interlace.schedules.finder import Schedule, find
-from interlace.search.exact import order_exact
 from interlace.search.heads import choose_head
 from interlace.search.limits import MemoryLimits
 from interlace.search.list_scheduling import order_list
 from interlace.search.memory import peak_bytes
-from interlace.search.paper import order_paper
+from interlace.search.merge import order_merge
 from interlace.search.problem import Problem
+from interlace.search.segment_pairs import order_segment_pairs
 from interlace.search.tight import smallest_peak
 from interlace.sim.lanes import simulate
 
@@ -36,23 +37,23 @@ class Search:
     takes the order of another search where that is simulated to be shorter."""
 
 
-def _exact(problem: Problem) -> Found:
-    return order_exact(problem), ()
+def _merge(problem: Problem) -> Found:
+    return order_merge(problem), ()
 
 
 def _list(problem: Problem) -> Found:
     return order_list(problem), ()
 
 
-def _paper(problem: Problem) -> Found:
-    blocks = order_paper(problem)
+def _segment_pairs(problem: Problem) -> Found:
+    blocks = order_segment_pairs(problem)
     return blocks.order, blocks.barriers
 
 
 SEARCHES: Mapping[str, Search] = {
-    "exact": Search(_exact, optimises=True),
+    "merge": Search(_merge, optimises=True),
     "list": Search(_list),
-    "paper": Search(_paper),
+    "segment_pairs": Search(_segment_pairs),
 }
 
 
@@ -93,8 +94,9 @@ def make_plan(
 
     `graphs` are those of the strands; `schedule` is that of two strands if it is not given.
     `search` is a name or a user's own function (`find_search`). Raises InputError for an unknown
-    search, or if a phase needs more than the bound of `limits`. `list`, `paper` and a user's own
-    know no other limit than that."""
+    search, or if a phase needs more than the bound of `limits`. `list`, `segment_pairs` and a
+    user's own know no other limit than that."""
+    search = present_search(search, "search")
     best = find_search(search).optimises
     schedule = schedule or find("two_strand")
     aim = limits.aim(graphs) if best else limits.bound_bytes
@@ -134,6 +136,7 @@ def plan_phase(problem: Problem, search: str) -> PhasePlan:
 
     Raises InputError for an unknown search, or if the order needs more memory than allowed.
     """
+    search = present_search(search, "search")
     chosen = find_search(search)
     quick = _quickened(problem)
     others = [each for name, each in SEARCHES.items() if chosen.optimises and name != search]

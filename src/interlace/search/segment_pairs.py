@@ -37,7 +37,7 @@ class Blocks:
     length_ns: int
 
 
-def order_paper(problem: Problem) -> Blocks:
+def order_segment_pairs(problem: Problem) -> Blocks:
     """The best pairing over the segmentations in `CUTS`."""
     found = [pair_segments(problem, *segments(problem, parts)) for parts in CUTS]
     return min(found, key=lambda blocks: blocks.length_ns)

@@ -23,9 +23,9 @@ from interlace.search.list_scheduling import list_orders
 from interlace.search.memory import Liveness, peak_of
 from interlace.search.merge_chains import merge_chains
 from interlace.search.optimal import order_optimal
-from interlace.search.paper import order_paper
 from interlace.search.polish import lower_peak, polish
 from interlace.search.problem import Problem
+from interlace.search.segment_pairs import order_segment_pairs
 from interlace.search.tight import lowest
 
 CUTS = ((0.25, 32), (0.5, 32), (1.0, 32))
@@ -49,7 +49,7 @@ PEAK_SHARE = 0.25
 """Part of the budget that is spent on a lower peak."""
 
 
-def order_exact(problem: Problem) -> tuple[str, ...]:
+def order_merge(problem: Problem) -> tuple[str, ...]:
     """The shortest order found that respects the memory bound; if there is none, the one with the
     lowest peak."""
     return _Search(problem).run()
@@ -111,7 +111,7 @@ class _Search:
         return not self.bound or peak_of(self.values, order) <= self.bound
 
     def _best_candidate(self) -> list[int]:
-        pairing = self.world.numbers(order_paper(self.problem).order)
+        pairing = self.world.numbers(order_segment_pairs(self.problem).order)
         found = [pairing, *list_orders(self.problem, self.world)]
         if min(map(self._length, found)) > self.least:
             found += self._merges()

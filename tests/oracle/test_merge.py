@@ -1,4 +1,4 @@
-"""Proves that `exact` is exact on small graphs, and that no order beats the lower bound.
+"""Proves that `merge` is exact on small graphs, and that no order beats the lower bound.
 
 Brute force simulates all orders of pairs of strands of up to four operators each.
 """
@@ -14,13 +14,19 @@ from interlace.ir.plan import check
 from interlace.search.bounds import lower_bound_ns
 from interlace.search.chains import main_operators, split
 from interlace.search.evaluator import Evaluator
-from interlace.search.exact import order_exact
 from interlace.search.job_memory import Room
 from interlace.search.memory import Liveness, peak_bytes
+from interlace.search.merge import order_merge
 from interlace.search.merge_chains import merge_chains
-from interlace.search.paper import block_ns, legal, order_paper, pair_segments, segments
 from interlace.search.polish import polish
 from interlace.search.problem import Problem
+from interlace.search.segment_pairs import (
+    block_ns,
+    legal,
+    order_segment_pairs,
+    pair_segments,
+    segments,
+)
 from interlace.sim.lanes import simulate
 from strategies import op_graphs, orders_of, pair_graphs, solo_times
 
@@ -35,12 +41,12 @@ def length_ns(problem: Problem, order: Sequence[str]) -> int:
     graph=st.one_of(op_graphs(operators=(1, 6)), pair_graphs(operators=(1, 3))),
     issue_ns=st.integers(0, 3),
 )
-def test_exact_is_the_optimum_of_small_graphs(
+def test_merge_is_the_optimum_of_small_graphs(
     data: st.DataObject, graph: OpGraph, issue_ns: int
 ) -> None:
     """Equal to brute force over every order; the bound is below both."""
     problem = Problem(graph, data.draw(solo_times(graph)), issue_ns)
-    order = order_exact(problem)
+    order = order_merge(problem)
     check(order, graph, "plan")
     optimum = best_ns(graph, problem.solo_ns, issue_ns)
     assert length_ns(problem, order) == optimum
@@ -52,9 +58,9 @@ def test_exact_is_the_optimum_of_small_graphs(
 def test_larger_plans_are_sound(data: st.DataObject, graph: OpGraph, issue_ns: int) -> None:
     """Valid, between the bound and any random order, and the same every time."""
     problem = Problem(graph, data.draw(solo_times(graph)), issue_ns)
-    order = order_exact(problem)
+    order = order_merge(problem)
     check(order, graph, "plan")
-    assert order == order_exact(problem)
+    assert order == order_merge(problem)
     rival = data.draw(orders_of(graph))
     assert lower_bound_ns(problem) <= length_ns(problem, order) <= length_ns(problem, rival)
 
@@ -128,4 +134,4 @@ def test_the_published_search_is_the_best_monotone_pairing(
     blocks = pair_segments(problem, first, second)
     assert blocks.length_ns == best(len(first), len(second))
     assert sorted(blocks.order) == sorted(graph.order)
-    assert order_paper(problem).length_ns >= lower_bound_ns(problem)
+    assert order_segment_pairs(problem).length_ns >= lower_bound_ns(problem)
