@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from interlace.compiled import Compilation, CompiledStep, Draws, Settings
+from interlace.compiled import Compilation, CompiledStep, Draws, StepSettings
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
 from interlace.decompose.listing import Listing
 from interlace.errors import InputError
@@ -28,7 +28,7 @@ from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import DataLayout
 from interlace.ranks.agree import check_agreement, refused_together
 from interlace.ranks.determinism import check_current, nondeterminism, warn_of_other_bits
-from interlace.runtime.binding import Binding
+from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.gradients import ParameterGradients
 from interlace.runtime.memory_limit import memory_limits
@@ -99,7 +99,7 @@ def compile_step(
         whole = candidates.whole
         check_loss(whole)
         assert whole.reads is not None
-        binding = Binding(chunk, whole.reads, example_inputs[0].device)
+        binding = ModuleBinding(chunk, whole.reads, example_inputs[0].device)
     alike.check_traced(whole)
     gradients = ParameterGradients(
         chunk, whole.parameters, whole.placements, dtype, replicas=data is not None
@@ -136,7 +136,7 @@ class Step:
         compiled: CompiledStep,
         costs: CostTable | None,
         gradients: ParameterGradients,
-        binding: Binding,
+        binding: ModuleBinding,
         example: Batch,
         alike: ModuleAgreement,
     ) -> None:
@@ -245,9 +245,9 @@ def _schedule(schedule: str | ScheduleFunction, strands: int) -> Schedule:
     return found
 
 
-def _settings(config: PlanConfig, overlap: OverlapConfig, limits: MemoryLimits) -> Settings:
+def _settings(config: PlanConfig, overlap: OverlapConfig, limits: MemoryLimits) -> StepSettings:
     say = logging.getLogger("interlace").warning
-    return Settings(plan=config, overlap=overlap, limits=limits, link=RunConfig().link, say=say)
+    return StepSettings(plan=config, overlap=overlap, limits=limits, link=RunConfig().link, say=say)
 
 
 def _compiled(

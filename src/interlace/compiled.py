@@ -41,7 +41,7 @@ _BY_TIMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class StepSettings:
     """How costs are measured and plans are made."""
 
     plan: PlanConfig
@@ -59,7 +59,7 @@ class Compilation:
     """
 
     def __init__(
-        self, candidates: Candidates, example: Batch, constants: Constants, settings: Settings
+        self, candidates: Candidates, example: Batch, constants: Constants, settings: StepSettings
     ) -> None:
         """`example` is one micro-batch; gradient sums in `constants` are left alone."""
         self.candidates = candidates

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from interlace.errors import InputError
 
-Strands = Literal["2", "1", "eager"]
+StrandsChoice = Literal["2", "1", "eager"]
 Own = str
 """Code of a user's own, as `module:name` (`own_code`)."""
-Search = Literal["merge", "list", "segment_pairs"] | Own
+SearchName = Literal["merge", "list", "segment_pairs"] | Own
 Architecture = Literal["llama", "gpt"]
 Mode = Literal[
     "eager",
@@ -29,7 +29,7 @@ Mode = Literal[
     "decomposed-2",
 ]
 Dtype = Literal["float32", "bfloat16"]
-Decompose = Literal["off", "auto", "ring", "direct", "bidirectional", "slicing"]
+DecomposeVariant = Literal["off", "auto", "ring", "direct", "bidirectional", "slicing"]
 Passes = Literal["auto", "all", "ends"]
 Recompute = Literal["none", "attention", "layer", "budget"]
 
@@ -179,7 +179,7 @@ class TrainConfig:
 class OverlapConfig:
     """Overlap inside one micro-batch: collectives cut into sends under partial matmuls."""
 
-    decompose: Decompose = "off"
+    decompose: DecomposeVariant = "off"
     """`auto` decides for each collective by measured or computed costs, and may leave it whole;
     `ring`, `direct` and `bidirectional` are CommFuse's forms, used wherever they fit; `slicing`
     cuts the rows into `pieces` collectives, as Megatron and MindSpeed do."""
@@ -195,7 +195,7 @@ class OverlapConfig:
 class PlanConfig:
     """How the order of operators is found."""
 
-    search: Search = "merge"
+    search: SearchName = "merge"
     """Search that makes the plan: `merge` merges the strands by dynamic programming and polishes
     the result, `list` is plain list scheduling, `segment_pairs` pairs segments between barriers; or
     a function of your own (docs/extending.md)."""
@@ -305,7 +305,7 @@ class WatchdogConfig:
 class RunConfig:
     """A training run; a TOML file has one table per field."""
 
-    strands: Strands = "2"
+    strands: StrandsChoice = "2"
     """`2` interleaves two micro-batches, `1` runs the same graphs one after the other, `eager`
     runs plain PyTorch autograd."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -8,8 +8,7 @@ import pytest
 
 import interlace.bench
 from interlace.__main__ import main
-from interlace.bench.imagined import MODELS, configuration
-from interlace.bench.imagined import Case as ImaginedCase
+from interlace.bench.imagined import MODELS, ImaginedCase, configuration
 from interlace.rules import check
 
 IMAGINED = '''"""One device."""

@@ -10,7 +10,7 @@ from interlace.__main__ import main
 from interlace.bench import decompose_train
 from interlace.bench.decompose import FULL, QUICK
 from interlace.bench.decompose_rows import (
-    Case,
+    DecomposeCase,
     expected_overhead_ns,
     rows_of,
     summary_rows,
@@ -25,7 +25,7 @@ from interlace.bench.decompose_shapes import (
     write_job,
 )
 from interlace.bench.decompose_train import TrainCase
-from interlace.bench.results import Row
+from interlace.bench.results import ResultRow
 
 MS = 1_000_000
 
@@ -34,7 +34,7 @@ def times(*ms: float) -> dict[str, list[int]]:
     return {"ns": [round(each * MS) for each in ms], "cpu_ns": [50 * MS for _ in ms]}
 
 
-def case(ratio: float = 0.8, **other: Any) -> Case:
+def case(ratio: float = 0.8, **other: Any) -> DecomposeCase:
     """Two ranks, t_c = 100 ms at both sites of an MLP: compute alone is 400 ms."""
     transfer = ratio * 100
     whole = 400 + 2 * transfer
@@ -58,10 +58,10 @@ def case(ratio: float = 0.8, **other: Any) -> Case:
             "ring": times(404, 414) if ratio <= 1 else times(500, 510),
         },
     }
-    return Case(**(fields | other))
+    return DecomposeCase(**(fields | other))
 
 
-def by_metric(rows: Any) -> dict[str, Row]:
+def by_metric(rows: Any) -> dict[str, ResultRow]:
     found = {}
     for row in rows:
         assert row.metric not in found, f"two rows of {row.metric}"

@@ -17,15 +17,15 @@ from interlace.bench.reshard_cases import (
     METHODS,
     QUICK,
     QUICK_EMULATED,
-    Case,
+    ReshardCase,
+    ReshardSize,
     Side,
-    Size,
     from_json,
     to_json,
 )
 from interlace.bench.reshard_picture import bandwidth_png
 from interlace.bench.reshard_rows import Measured, rows_of, summary_rows, tables
-from interlace.bench.results import Row
+from interlace.bench.results import ResultRow
 from interlace.lab.hosts import available
 
 MIB = 2**20
@@ -42,7 +42,7 @@ TIMES = {
 }
 
 
-def made_up(case: Case = CASE, **times: list[float]) -> Measured:
+def made_up(case: ReshardCase = CASE, **times: list[float]) -> Measured:
     """A NIC of 16 MiB/s, so that the 16 MiB of case 7 take 1000 ms."""
     return Measured(
         case=case,
@@ -54,7 +54,7 @@ def made_up(case: Case = CASE, **times: list[float]) -> Measured:
     )
 
 
-def by_metric(rows: list[Row]) -> dict[str, Row]:
+def by_metric(rows: list[ResultRow]) -> dict[str, ResultRow]:
     return {row.metric: row for row in rows}
 
 
@@ -97,7 +97,7 @@ def test_specs_of_the_paper_are_placements(
 
 
 @pytest.mark.parametrize("size", [FULL, QUICK, FULL_EMULATED, QUICK_EMULATED])
-def test_a_size_survives_its_file(size: Size) -> None:
+def test_a_size_survives_its_file(size: ReshardSize) -> None:
     """The processes of the world read what the bench wrote; an emulated host is one device."""
     assert from_json(to_json(size)) == size
     assert size.emulated == (size.devices == 1)
@@ -177,14 +177,16 @@ def test_a_tiny_world_runs_every_method(tmp_path: Path, capsys: pytest.CaptureFi
     checks its part); the result file has the rows, the picture lies beside it. In a lab where one
     can be made, else on emulated links."""
     side = Side(hosts=1, devices=1, spec="R R R")
-    case = Case(
+    case = ReshardCase(
         name="case 0",
         shape=(4, 6, 8),
         source=side,
         destination=replace(side, hosts=2, spec="R S0 R"),
     )
     emulated = bool(available())
-    size = Size(hosts=3, devices=1, rate="1gbit", cases=(case,), repeats=2, emulated=emulated)
+    size = ReshardSize(
+        hosts=3, devices=1, rate="1gbit", cases=(case,), repeats=2, emulated=emulated
+    )
     assert run_size(size, tmp_path / "reshard.json") == 0
     rows = json.loads((tmp_path / "reshard.json").read_text())["rows"]
     metrics = {row["metric"] for row in rows if row["case"] == "case 0"}

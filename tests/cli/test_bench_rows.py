@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from interlace.bench.results import Row
-from interlace.bench.strand_rows import Case, rows_of, summary_rows, tables
+from interlace.bench.results import ResultRow
+from interlace.bench.strand_rows import StrandCase, rows_of, summary_rows, tables
 from interlace.bench.strands import FULL, QUICK, Point, rate_for
 
 MIB = 2**20
@@ -37,7 +37,7 @@ def planned(step_ms: float, predicted_ms: float, values_mib: int, **other: Any) 
     )
 
 
-def case(**other: Any) -> Case:
+def case(**other: Any) -> StrandCase:
     modes = {
         "eager": mode(200.0),
         "1": planned(160.0, 150.0, 19),
@@ -46,10 +46,10 @@ def case(**other: Any) -> Case:
         "merge": planned(100.0, 88.0, 23, hidden_fraction=0.75, steady_hidden_fraction=0.95),
     }
     comparison = {"constant_bytes": 180 * MIB, "modes": modes | other}
-    return Case(target=0.5, rate="500mbit", micro_batches=8, comparison=comparison)
+    return StrandCase(target=0.5, rate="500mbit", micro_batches=8, comparison=comparison)
 
 
-def by_metric(rows: list[Row]) -> dict[str, Row]:
+def by_metric(rows: list[ResultRow]) -> dict[str, ResultRow]:
     found = {row.metric: row for row in rows}
     assert len(found) == len(rows)
     return found
@@ -108,7 +108,7 @@ def test_extra_memory_is_told_with_and_without_what_is_always_there() -> None:
 def test_a_case_with_fewer_ways_has_fewer_rows() -> None:
     """The long step is run without the other searches."""
     few = {name: row for name, row in case().modes.items() if name in ("eager", "1", "merge")}
-    short = Case(
+    short = StrandCase(
         target=1.0,
         rate="250mbit",
         micro_batches=16,

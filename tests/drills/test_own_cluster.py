@@ -10,14 +10,14 @@ from interlace.hardware.topology import cluster_topology
 from interlace.ir.graph import Kind
 from interlace.reshard.planning.layout import Layout
 from interlace.reshard.planning.make_plan import make_plan
-from interlace.reshard.planning.transfer_plan import Plan, TensorSpec
+from interlace.reshard.planning.transfer_plan import TensorSpec, TransferPlan
 
 FILE = Path(__file__).with_name("own_cluster.toml")
 PORT_BYTES_PER_S = 50e9 / 8 * 0.8
 ROWS, COLUMNS = 8192, 1024
 
 
-def moved(file: Path) -> Plan:
+def moved(file: Path) -> TransferPlan:
     """A float32 matrix split by rows over one box, to the other box, split by rows as well."""
     cluster = load_cluster(str(file))
     source, destination = (

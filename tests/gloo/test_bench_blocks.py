@@ -10,7 +10,7 @@ from processes import gloo_group, run_ranks
 
 from interlace.bench import decompose_emulated
 from interlace.bench.decompose_emulated import emulated_compute
-from interlace.bench.decompose_rows import Case, rows_of, tables
+from interlace.bench.decompose_rows import DecomposeCase, rows_of, tables
 from interlace.bench.decompose_shapes import Job, Shape
 
 MLP = Shape(block="mlp", width=64, rows=16, inner=8, head_size=8)
@@ -63,7 +63,7 @@ def test_all_ways_agree_and_a_point_reports_them() -> None:
         assert max(found["sums"].values()) < 1e-5
         assert set(found["sums"]) == {"mlp 8 D", "attention", "causal attention"}
         assert "slicing 2 of the causal attention block differs" in found["refused"]
-    cases = [Case.of(fields) for fields in first["cases"]]
+    cases = [DecomposeCase.of(fields) for fields in first["cases"]]
     assert [case.backward for case in cases] == [False, True]
     for case in cases:
         assert set(case.ways) == set(case.shape.ways(2))

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from interlace.bench.imagined import Case, measure
+from interlace.bench.imagined import ImaginedCase, measure
 from interlace.graphs import collectives
 from interlace.graphs.torch_private import compile_elementwise
 from interlace.hardware.cluster import load_cluster
@@ -76,7 +76,9 @@ class ImaginedOnCuda(unittest.TestCase):
 
     def test_strands(self) -> None:
         """The bench itself, on small layers: it fails unless all orders give the same bits."""
-        case = Case(cluster="a800", world=RANKS, model="small", layers=1, slower=1.0, steps=2)
+        case = ImaginedCase(
+            cluster="a800", world=RANKS, model="small", layers=1, slower=1.0, steps=2
+        )
         rows, label = measure(case)
         self.assertEqual(label, "imagined cluster a800, world 8")
         self.assertIn("mfu_vs_no_communication", {row.metric for row in rows})

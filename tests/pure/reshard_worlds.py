@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from interlace.hardware.topology import Topology
 from interlace.reshard.planning.layout import Layout
-from interlace.reshard.planning.transfer_plan import Plan, TensorSpec, sub_boxes
+from interlace.reshard.planning.transfer_plan import TensorSpec, TransferPlan, sub_boxes
 
 # Case: (source hosts x devices, mesh axes per tensor dimension, the same of the destination).
 PAPER = {
@@ -118,7 +118,7 @@ def problems(draw: st.DrawFn) -> tuple[list[TensorSpec], Topology]:
     return specs, topology
 
 
-def walk(plan: Plan) -> None:
+def walk(plan: TransferPlan) -> None:
     """Do the copies and transfers with numpy arrays; every rank must end with exactly its slice."""
     whole = [
         np.arange(prod(s.shape)).reshape(s.shape) + np.array(1000 * i)

@@ -22,7 +22,13 @@ from interlace.reshard.planning.describe import describe
 from interlace.reshard.planning.layout import Layout
 from interlace.reshard.planning.make_plan import make_plan
 from interlace.reshard.planning.simulate import simulate
-from interlace.reshard.planning.transfer_plan import ORDERS, STRATEGIES, Plan, TensorSpec, sub_boxes
+from interlace.reshard.planning.transfer_plan import (
+    ORDERS,
+    STRATEGIES,
+    TensorSpec,
+    TransferPlan,
+    sub_boxes,
+)
 
 Problem = tuple[list[TensorSpec], Topology]
 HEURISTIC = [order for order in ORDERS if order != "exact"]
@@ -122,7 +128,7 @@ def test_every_byte_crosses_a_port_once_for_each_host(hosts: int, devices: int) 
     size = 4 * spec.shape[0]
     host = topology.host_of()
 
-    def crossing(plan: Plan) -> int:
+    def crossing(plan: TransferPlan) -> int:
         return sum(
             plan.transfer_bytes(t) for t in plan.transfers if host[t.sender] != host[t.receiver]
         )

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from interlace.api import Step, compile_step
-from interlace.bench.results import Row, environment, slowdown, write_json
+from interlace.bench.results import ResultRow, environment, slowdown, write_json
 from interlace.config import ModelConfig, PlanConfig
 from interlace.models import model_file
 from interlace.runtime.executor import Batch
@@ -102,7 +102,7 @@ def _ms(call: Callable[[], object]) -> float:
     return (time.perf_counter_ns() - begin) / 1e6
 
 
-def _print(rows: list[Row]) -> None:
+def _print(rows: list[ResultRow]) -> None:
     table = Table("", "ms", "of ms", "ratio", "range", title=rows[0].case)
     for row in rows:
         assert row.ratio is not None

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from interlace.bench import decompose_rows, decompose_train
-from interlace.bench.decompose_rows import Case
+from interlace.bench.decompose_rows import DecomposeCase
 from interlace.bench.decompose_shapes import Job, Shape, write_job
 from interlace.bench.decompose_train import TrainCase
 from interlace.bench.results import environment, write_json
@@ -106,7 +106,7 @@ def run(*, quick: bool, json_path: Path | None, part: str = "all") -> int:
         raise InputError(f"--part {part} is no part of this bench", hint=nearest(part, _PARTS))
     sizes = QUICK if quick else FULL
     began = time.monotonic()
-    cases: list[Case] = []
+    cases: list[DecomposeCase] = []
     trained: list[TrainCase] = []
     if part != "training":
         for ranks, job in sizes.blocks:
@@ -126,7 +126,7 @@ def run(*, quick: bool, json_path: Path | None, part: str = "all") -> int:
     return 0
 
 
-def measure_blocks(ranks: int, job: Job) -> list[Case]:
+def measure_blocks(ranks: int, job: Job) -> list[DecomposeCase]:
     """Run `job` on so many ranks, each a host of a lab where that is possible, else a local process
     with emulated links. Raises RunError when a rank fails."""
     with tempfile.TemporaryDirectory(prefix="interlace-bench-") as folder:
@@ -146,7 +146,9 @@ def measure_blocks(ranks: int, job: Job) -> list[Case]:
                     f"the blocks on {ranks} ranks ended with exit code {code}",
                     hint="the message of a rank is above",
                 )
-        return [Case.of(fields) for fields in json.loads(result.read_text(encoding="utf-8"))]
+        return [
+            DecomposeCase.of(fields) for fields in json.loads(result.read_text(encoding="utf-8"))
+        ]
 
 
 def _no_lab() -> str:
@@ -154,7 +156,7 @@ def _no_lab() -> str:
     return "this is already a lab" if hosts.inside_lab() else hosts.available()
 
 
-def _tables(cases: Sequence[Case], trained: Sequence[TrainCase]) -> str:
+def _tables(cases: Sequence[DecomposeCase], trained: Sequence[TrainCase]) -> str:
     parts = [decompose_rows.tables(cases)] if cases else []
     parts += [decompose_train.tables(trained)] if trained else []
     return "\n\n".join(parts)

@@ -25,15 +25,15 @@ from interlace.decompose.functions.sliced_matmul import sliced_gather_matmul, sl
 from interlace.graphs import collectives
 
 
-def build_block(shape: Shape, group: dist.ProcessGroup) -> "Block":
+def build_block(shape: Shape, group: dist.ProcessGroup) -> "TimedBlock":
     """This rank's part, with random weights; x is the same on every way."""
-    return {"mlp": Mlp, "attention": Attention}[shape.block](shape, group)
+    return {"mlp": Mlp, "attention": AttentionBlock}[shape.block](shape, group)
 
 
-Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
+GroupExchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-class Block(ABC):
+class TimedBlock(ABC):
     """What both blocks share. `shape.width` is D; weights are [outputs, inputs]."""
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
@@ -111,7 +111,7 @@ class Block(ABC):
         return matmul_scatter(x, weight, self.group, variant=way)
 
 
-class Mlp(Block):
+class Mlp(TimedBlock):
     """Two matmuls with GELU between them; in CommFuse tables 1 and 3 the inner width is 4 D."""
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
@@ -120,12 +120,12 @@ class Mlp(Block):
         self.up, self.down = self.weight(shape.width, inner), self.weight(inner, shape.width)
 
     def forward(self, way: str) -> Tensor:
-        """As of `Block`."""
+        """As of `TimedBlock`."""
         (inner,) = self.gather(way, [self.up])
         return self.scatter(way, F.gelu(inner), self.down)
 
     def parts(self) -> dict[str, Callable[[], Tensor]]:
-        """As of `Block`."""
+        """As of `TimedBlock`."""
         inner = torch.zeros(self.shape.rows, self.down.shape[1])
         return {
             "gather": partial(torch.mm, self.x.detach(), self.up.detach().t()),
@@ -133,7 +133,7 @@ class Mlp(Block):
         }
 
 
-class Attention(Block):
+class AttentionBlock(TimedBlock):
     """One sequence of all rows, as many key/value heads as query heads (table 4)."""
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
@@ -143,7 +143,7 @@ class Attention(Block):
         self.out = self.weight(inner, shape.width)
 
     def forward(self, way: str) -> Tensor:
-        """As of `Block`."""
+        """As of `TimedBlock`."""
         q, k, v = map(self.heads, self.gather(way, self.projections))
         causal = self.shape.causal
         if way == QUERY_SPLIT:
@@ -156,7 +156,7 @@ class Attention(Block):
         return x.view(x.shape[0], -1, self.shape.head_size)
 
     def parts(self) -> dict[str, Callable[[], Tensor]]:
-        """As of `Block`; `attention` is that of all rows."""
+        """As of `TimedBlock`; `attention` is that of all rows."""
         x, weights = self.x.detach(), [weight.detach().t() for weight in self.projections]
         inner = torch.zeros(self.ranks * self.shape.rows, self.out.shape[1])
         heads = self.heads(inner)
@@ -195,7 +195,7 @@ class _Collective(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Exchange, back: Exchange
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, there: GroupExchange, back: GroupExchange
     ) -> Tensor:
         ctx.group, ctx.back = group, back
         return there(x, group)

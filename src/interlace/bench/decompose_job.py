@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.bench.decompose_blocks import Block, build_block
+from interlace.bench.decompose_blocks import TimedBlock, build_block
 from interlace.bench.decompose_emulated import emulated_compute
 from interlace.bench.decompose_shapes import (
     COMPUTE,
@@ -33,7 +33,7 @@ from interlace.bench.decompose_shapes import (
     read_job,
     settled,
 )
-from interlace.decompose.functions.exchange import Link, Message
+from interlace.decompose.functions.exchange import Link, PeerMessage
 from interlace.errors import RunError
 from interlace.lab.hosts import set_own_rate
 from interlace.lab.links import emulated_backend
@@ -110,7 +110,7 @@ def measure_point(job: Job, shape: Shape, ratio: float) -> list[dict[str, Any]]:
 
 
 def take_turns(
-    block: Block, job: Job, *, backward: bool, begin: Callable[[], None] | None = None
+    block: TimedBlock, job: Job, *, backward: bool, begin: Callable[[], None] | None = None
 ) -> dict[str, dict[str, list[int]]]:
     """Steps of each way in turn, the order rotated: {way: {"ns": [...], "cpu_ns": [...]}}.
 
@@ -136,7 +136,7 @@ def take_turns(
     return results
 
 
-def warm_up(block: Block) -> None:
+def warm_up(block: TimedBlock) -> None:
     """One step of each way. Raises RunError if one that computes gives another output, or other
     gradients, than VANILLA."""
     expected = _results(block, VANILLA)
@@ -153,7 +153,7 @@ def warm_up(block: Block) -> None:
             )
 
 
-def _results(block: Block, way: str) -> list[Tensor]:
+def _results(block: TimedBlock, way: str) -> list[Tensor]:
     out = block.step(way, backward=True)
     gradients = block.take_gradients(way)
     assert all(gradient is not None for gradient in gradients), "a leaf has no gradient"
@@ -221,7 +221,7 @@ def _transfer(shape: Shape, group: dist.ProcessGroup) -> tuple[int, int]:
     rank, ranks = group.rank(), group.size()
     sent = torch.zeros(shape.rows, shape.width)
     received = torch.empty_like(sent)
-    to, source = Message(sent, (rank + 1) % ranks), Message(received, (rank - 1) % ranks)
+    to, source = PeerMessage(sent, (rank + 1) % ranks), PeerMessage(received, (rank - 1) % ranks)
     link = Link(group)
     samples = []
     for repeat in range(_REPEATS + 1):

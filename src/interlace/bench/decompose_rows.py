@@ -21,7 +21,7 @@ from interlace.bench.decompose_shapes import (
     hidden_under_ns,
     shape_of,
 )
-from interlace.bench.results import Row
+from interlace.bench.results import ResultRow
 from interlace.sim.decomposed import overhead_ns
 from interlace.text import aligned, number, percent
 
@@ -34,7 +34,7 @@ _MS = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class DecomposeCase:
     """One shape, rate and direction of passes."""
 
     ranks: int
@@ -47,7 +47,7 @@ class Case:
     """Way -> ns and cpu_ns of each step."""
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Case":
+    def of(cls, fields: Mapping[str, Any]) -> "DecomposeCase":
         """From what a rank wrote."""
         values: dict[str, Any] = {**fields, "shape": shape_of(fields["shape"])}
         return cls(**values)
@@ -94,7 +94,7 @@ class Case:
         return self.fastest(COMPUTE) + expected_overhead_ns(self, way)
 
 
-def expected_overhead_ns(case: Case, way: str) -> int:
+def expected_overhead_ns(case: DecomposeCase, way: str) -> int:
     """What `decomposed_ns` leaves exposed at the sites of a block.
 
     Of a ring in both directions, both halves leave by the one link that a rank of a lab has. With a
@@ -117,7 +117,7 @@ def expected_overhead_ns(case: Case, way: str) -> int:
     return exposed
 
 
-def rows_of(case: Case) -> Iterator[Row]:
+def rows_of(case: DecomposeCase) -> Iterator[ResultRow]:
     """All metrics of one case; a way other than ours has its name behind the metric."""
     yield from _link_rows(case)
     for way in case.ways:
@@ -132,7 +132,7 @@ def rows_of(case: Case) -> Iterator[Row]:
     yield _speedup(case, "speedup_vs_best_slicing", case.ours, best)
 
 
-def _link_rows(case: Case) -> Iterator[Row]:
+def _link_rows(case: DecomposeCase) -> Iterator[ResultRow]:
     calibration = case.calibration
     sent = calibration["transfer_ns"]
     compute = hidden_under_ns(calibration["parts_ns"], case.ranks)
@@ -141,17 +141,17 @@ def _link_rows(case: Case) -> Iterator[Row]:
 
 
 def _row(
-    case: Case,
+    case: DecomposeCase,
     metric: str,
     ours: float,
     baseline: float,
     ratio: float | None = None,
     spread: Sequence[float] = (),
-) -> Row:
+) -> ResultRow:
     """`ratio` is ours over baseline by default; the spread is that of the given ratios."""
     if ratio is None and baseline:
         ratio = ours / baseline
-    return Row(
+    return ResultRow(
         case=case.name,
         metric=metric,
         ours=ours,
@@ -161,20 +161,20 @@ def _row(
     )
 
 
-def _speedup(case: Case, metric: str, way: str, rival: str) -> Row:
+def _speedup(case: DecomposeCase, metric: str, way: str, rival: str) -> ResultRow:
     own, other = case.fastest(way) / _MS, case.fastest(rival) / _MS
     ratios = [b / a for a, b in zip(case.ns(way), case.ns(rival), strict=True)]
     return _row(case, metric, own, other, other / own, ratios)
 
 
-def _removed_row(case: Case, way: str, suffix: str) -> Row:
+def _removed_row(case: DecomposeCase, way: str, suffix: str) -> ResultRow:
     """Overheads in ms; the ratio is the share of vanilla's that is gone."""
     ours, baseline = (case.overhead_ns(name) / _MS for name in (way, VANILLA))
     spread = case.removed_in_turns(way)
     return _row(case, f"overhead_removed{suffix}", ours, baseline, case.removed(way), spread)
 
 
-def _formula_row(case: Case, way: str, suffix: str) -> Row:
+def _formula_row(case: DecomposeCase, way: str, suffix: str) -> ResultRow:
     """Measured and expected ms; a ratio above 1 is slower than the formula says."""
     exposed = expected_overhead_ns(case, way)
     pairs = zip(case.ns(way), case.ns(COMPUTE), strict=True)
@@ -183,7 +183,7 @@ def _formula_row(case: Case, way: str, suffix: str) -> Row:
     return _row(case, f"over_formula{suffix}", own, expected, spread=spread)
 
 
-def summary_rows(cases: Sequence[Case]) -> list[Row]:
+def summary_rows(cases: Sequence[DecomposeCase]) -> list[ResultRow]:
     """Per group the worst of our cases: where transfers are shorter than compute the smallest share
     removed and the smallest speed-up, where they are longer the farthest from the formula."""
     rows = []
@@ -200,10 +200,10 @@ def summary_rows(cases: Sequence[Case]) -> list[Row]:
 def _extreme(
     group: str,
     metric: str,
-    of_cases: Sequence[Sequence[Row]],
+    of_cases: Sequence[Sequence[ResultRow]],
     *,
     farness: Callable[[float], float],
-) -> list[Row]:
+) -> list[ResultRow]:
     """The row of `metric` that is farthest, as the group's; nothing if there is no case."""
     found = [row for rows in of_cases for row in rows if row.metric == metric]
     if not found:
@@ -212,7 +212,7 @@ def _extreme(
     worst = max(found, key=lambda row: farness(row.ratio if row.ratio is not None else 1.0))
     spread = (min(ratios), max(ratios))
     return [
-        Row(
+        ResultRow(
             case=f"worst of {group}",
             metric=metric,
             ours=worst.ours,
@@ -223,7 +223,7 @@ def _extreme(
     ]
 
 
-def tables(cases: Sequence[Case]) -> str:
+def tables(cases: Sequence[DecomposeCase]) -> str:
     """Step times, overhead removed, and links, one line per case."""
     return "\n\n".join(
         [
@@ -241,15 +241,17 @@ def tables(cases: Sequence[Case]) -> str:
     )
 
 
-def _saved(case: Case, way: str) -> float:
+def _saved(case: DecomposeCase, way: str) -> float:
     return 1 - case.fastest(way) / case.fastest(VANILLA)
 
 
-def _over_formula(case: Case, way: str) -> str:
+def _over_formula(case: DecomposeCase, way: str) -> str:
     return f"{case.fastest(way) / case.expected_ns(way):.3f}"
 
 
-def _table(cases: Sequence[Case], cell: Callable[[Case, str], str], ways: Sequence[str]) -> str:
+def _table(
+    cases: Sequence[DecomposeCase], cell: Callable[[DecomposeCase, str], str], ways: Sequence[str]
+) -> str:
     header = ("block", "case", "t_p/t_c", *ways)
     rows = [
         (
@@ -263,7 +265,7 @@ def _table(cases: Sequence[Case], cell: Callable[[Case, str], str], ways: Sequen
     return aligned(header, rows, text_columns=2)
 
 
-def _links(cases: Sequence[Case]) -> str:
+def _links(cases: Sequence[DecomposeCase]) -> str:
     figures = ("Mbit/s", "t_c ms", "t_p ms", "transport CPU", "CPU vs vanilla")
     header = ("block", "case", "t_p/t_c", *figures)
     rows = []

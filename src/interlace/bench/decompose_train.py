@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from interlace.bench.results import Row, speedup
-from interlace.bench.strand_rows import Case
+from interlace.bench.results import ResultRow, speedup
+from interlace.bench.strand_rows import StrandCase
 from interlace.bench.strands import Point, Size, measure, rate_for
 from interlace.text import aligned, number, percent
 
@@ -48,7 +48,7 @@ QUICK = Size(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCase(Case):
+class TrainCase(StrandCase):
     """One number of micro-batches; a `target` of 0 if the rate was given."""
 
     @property
@@ -93,9 +93,9 @@ def measure_training(size: Size, folder: Path) -> list[TrainCase]:
     return cases
 
 
-def rows_of(case: TrainCase) -> list[Row]:
+def rows_of(case: TrainCase) -> list[ResultRow]:
     """Speed-ups of step times; repeats pair step i of one way with step i of the other."""
-    achieved = Row(
+    achieved = ResultRow(
         case=case.name,
         metric="communication_over_compute",
         ours=case.achieved,
@@ -104,7 +104,7 @@ def rows_of(case: TrainCase) -> list[Row]:
         spread=None,
     )
 
-    def row(metric: str, ours: str, baseline: str) -> Row:
+    def row(metric: str, ours: str, baseline: str) -> ResultRow:
         return speedup(case.name, metric, case.step_ms(ours), case.step_ms(baseline))
 
     better = min(("decomposed-1", "plain-2"), key=lambda mode: median(case.step_ms(mode)))

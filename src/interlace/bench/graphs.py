@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from interlace.bench.results import Row, environment, speedup, write_json
+from interlace.bench.results import ResultRow, environment, speedup, write_json
 from interlace.config import CompareConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from interlace.train.compare import compare
 from interlace.train.opening import open_session
@@ -32,7 +32,7 @@ def configuration(*, quick: bool, on_gpu: bool) -> RunConfig:
     return replace(base, model=model, train=TrainConfig(micro_batches=4, steps=1))
 
 
-def measure(*, quick: bool) -> list[Row]:
+def measure(*, quick: bool) -> list[ResultRow]:
     """Rows for one and for two strands. Needs no second process."""
     on_gpu = torch.cuda.is_available()
     config = configuration(quick=quick, on_gpu=on_gpu)

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from interlace.bench.results import Row, environment, speedup, write_json
+from interlace.bench.results import ResultRow, environment, speedup, write_json
 from interlace.config import (
     CompareConfig,
     Mode,
@@ -85,7 +85,7 @@ class FreeTransfers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ImaginedCase:
     """What is run."""
 
     cluster: str
@@ -101,7 +101,7 @@ class Case:
         return f"{self.model} x {self.layers} layers, {self.cluster}, world {self.world}"
 
 
-def configuration(case: Case, *, on_gpu: bool) -> RunConfig:
+def configuration(case: ImaginedCase, *, on_gpu: bool) -> RunConfig:
     """The run that is compared."""
     if case.model not in MODELS:
         raise InputError(f"there is no model {case.model!r}", hint=nearest(case.model, MODELS))
@@ -134,7 +134,7 @@ def configuration(case: Case, *, on_gpu: bool) -> RunConfig:
     )
 
 
-def measure(case: Case) -> tuple[list[Row], str]:
+def measure(case: ImaginedCase) -> tuple[list[ResultRow], str]:
     """(rows, label of the world). Needs no second process."""
     on_gpu = device_type() == "cuda"
     config = configuration(case, on_gpu=on_gpu)
@@ -174,14 +174,16 @@ def _peak(config: RunConfig, *, on_gpu: bool) -> float | None:
 
 def rows_of(
     case: str, summary: Mapping[str, Any], step_flops: float, peak: float | None
-) -> list[Row]:
+) -> list[ResultRow]:
     """The rows of one case; the first step of each way warms up and does not count."""
     modes = summary["modes"]
     two, one, eager, free = (modes[name] for name in ("2", "1", "eager", FREE))
 
-    def single(metric: str, ours: float, baseline: float) -> Row:
+    def single(metric: str, ours: float, baseline: float) -> ResultRow:
         ratio = ours / baseline if baseline else None
-        return Row(case=case, metric=metric, ours=ours, baseline=baseline, ratio=ratio, spread=None)
+        return ResultRow(
+            case=case, metric=metric, ours=ours, baseline=baseline, ratio=ratio, spread=None
+        )
 
     rows = [
         speedup(case, "speedup_vs_eager", two["step_ms"][1:], eager["step_ms"][1:]),
@@ -220,7 +222,7 @@ def write(path: str) -> None:
     cluster = preset_for(torch.cuda.get_device_name())
     for model in ("8b", "39b", "70b"):
         found, label = measure(
-            Case(cluster=cluster, world=8, model=model, layers=2, slower=1.0, steps=6)
+            ImaginedCase(cluster=cluster, world=8, model=model, layers=2, slower=1.0, steps=6)
         )
         rows += found
         labels.add(label)
@@ -242,7 +244,7 @@ def run(
     from interlace.report.tables import bench_table  # noqa: PLC0415  not where only torch is
 
     on_gpu = device_type() == "cuda"
-    case = Case(
+    case = ImaginedCase(
         cluster=cluster,
         world=world,
         model=model or ("8b" if on_gpu else "small"),

@@ -19,11 +19,11 @@ from interlace.bench.reshard_cases import (
     FULL_EMULATED,
     QUICK,
     QUICK_EMULATED,
-    Size,
+    ReshardSize,
     to_json,
 )
 from interlace.bench.reshard_rows import Measured, rows_of, summary_rows, tables
-from interlace.bench.results import Row, environment, write_json
+from interlace.bench.results import ResultRow, environment, write_json
 from interlace.errors import RunError
 from interlace.lab import hosts
 from interlace.ranks.launch import launch
@@ -44,7 +44,7 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     return run_size(size, json_path)
 
 
-def run_size(size: Size, json_path: Path | None) -> int:
+def run_size(size: ReshardSize, json_path: Path | None) -> int:
     """The bench at one size."""
     result = measure(size)
     measured = [read_case(size, result, index) for index in range(len(size.cases))]
@@ -62,7 +62,7 @@ def run_size(size: Size, json_path: Path | None) -> int:
     return 0
 
 
-def measure(size: Size) -> dict[str, Any]:
+def measure(size: ReshardSize) -> dict[str, Any]:
     """What one world of `hosts` x `devices` processes measured. RunError when it fails."""
     ram = _RAM_DISK if _RAM_DISK.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="interlace-reshard-", dir=ram) as name:
@@ -75,7 +75,7 @@ def measure(size: Size) -> dict[str, Any]:
         return json.loads((folder / "result.json").read_text(encoding="utf-8"))
 
 
-def _run_in_lab(size: Size, command: list[str]) -> None:
+def _run_in_lab(size: ReshardSize, command: list[str]) -> None:
     code = hosts.run_in_lab(command, hosts=size.hosts, ranks_per_host=size.devices, rate=size.rate)
     if code:
         raise RunError(
@@ -84,7 +84,7 @@ def _run_in_lab(size: Size, command: list[str]) -> None:
         )
 
 
-def read_case(size: Size, result: Mapping[str, Any], index: int) -> Measured:
+def read_case(size: ReshardSize, result: Mapping[str, Any], index: int) -> Measured:
     """One case of what `measure` returned, in ms."""
     case, content = size.cases[index], result["cases"][index]
     assert case.name == content["name"], "in the same order"
@@ -102,13 +102,13 @@ def _in_ms(times_ns: Mapping[str, Sequence[int]]) -> dict[str, list[float]]:
     return {method: [time / 1e6 for time in times] for method, times in times_ns.items()}
 
 
-def link_rows(links: Mapping[str, float]) -> list[Row]:
+def link_rows(links: Mapping[str, float]) -> list[ResultRow]:
     """Payload of a NIC in MB/s as one message of 4 MiB had it, over what its rate allows."""
     measured, allowed = (
         links[key] / 1e6 for key in ("nic_measured_bytes_per_s", "nic_bytes_per_s")
     )
     return [
-        Row(
+        ResultRow(
             case="all",
             metric="nic_payload",
             ours=measured,

@@ -42,7 +42,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ReshardCase:
     """One tensor that moves from a layout to another."""
 
     name: str
@@ -65,14 +65,14 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class ReshardSize:
     """How much is run, and on what."""
 
     hosts: int
     devices: int
     rate: str
     """What each host's NIC carries in either direction, headers included."""
-    cases: tuple[Case, ...]
+    cases: tuple[ReshardCase, ...]
     repeats: int
     emulated: bool = False
     """An emulated link belongs to a process, so then a host is one device."""
@@ -131,11 +131,11 @@ _SHAPE, _SHAPE_6 = (256, 256, 64), (192, 256, 85)
 """1/128 of (1024, 1024, 512) and of (3072, 1024, 170): 16 MiB."""
 
 
-def one_to_many(elements: int, *, hosts: int, devices: int) -> list[Case]:
+def one_to_many(elements: int, *, hosts: int, devices: int) -> list[ReshardCase]:
     """The paper's 5.1.1 as far as it fits: one device sends a tensor to all of some others."""
     fitting = dict.fromkeys((receivers, min(each, devices)) for receivers, each in _RECEIVERS)
     return [
-        Case(
+        ReshardCase(
             name=f"1 to ({receivers},{each})",
             shape=(elements,),
             source=Side(hosts=1, devices=1, spec="R"),
@@ -146,10 +146,10 @@ def one_to_many(elements: int, *, hosts: int, devices: int) -> list[Case]:
     ]
 
 
-def many_to_many(*, hosts: int, devices: int, thinner: int = 1) -> list[Case]:
+def many_to_many(*, hosts: int, devices: int, thinner: int = 1) -> list[ReshardCase]:
     """The paper's 5.1.2 as far as it fits; `thinner` divides the size of the tensor."""
     return [
-        Case(
+        ReshardCase(
             name=f"case {number}",
             shape=_thinned(_SHAPE_6 if number == 6 else _SHAPE, thinner),
             source=Side(hosts=sources, devices=devices, spec=source),
@@ -166,12 +166,12 @@ def _thinned(shape: tuple[int, ...], thinner: int) -> tuple[int, ...]:
 
 def _size(
     *, hosts: int, devices: int, thinner: int, repeats: int, only: Sequence[str] = ()
-) -> Size:
+) -> ReshardSize:
     cases = [
         *one_to_many(math.prod(_SHAPE) // thinner, hosts=hosts, devices=devices),
         *many_to_many(hosts=hosts, devices=devices, thinner=thinner),
     ]
-    return Size(
+    return ReshardSize(
         hosts=hosts,
         devices=devices,
         rate="125mbit",
@@ -190,10 +190,10 @@ QUICK_EMULATED = _size(
 )
 
 
-def warm_up_case(size: Size) -> Case:
+def warm_up_case(size: ReshardSize) -> ReshardCase:
     """A small move to all hosts but the first: what a process does for the first time (imports,
     threads, connections) takes it seconds."""
-    return Case(
+    return ReshardCase(
         name="warm-up",
         shape=(2**14,),
         source=Side(hosts=1, devices=1, spec="R"),
@@ -201,16 +201,16 @@ def warm_up_case(size: Size) -> Case:
     )
 
 
-def to_json(size: Size) -> str:
+def to_json(size: ReshardSize) -> str:
     """For the processes of the world; `from_json` reads it."""
     return json.dumps(asdict(size))
 
 
-def from_json(text: str) -> Size:
+def from_json(text: str) -> ReshardSize:
     """What `to_json` wrote."""
     content = json.loads(text)
     cases = tuple(
-        Case(
+        ReshardCase(
             name=case["name"],
             shape=tuple(case["shape"]),
             source=Side(**case["source"]),
@@ -218,4 +218,4 @@ def from_json(text: str) -> Size:
         )
         for case in content.pop("cases")
     )
-    return Size(cases=cases, **content)
+    return ReshardSize(cases=cases, **content)

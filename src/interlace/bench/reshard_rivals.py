@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from interlace.bench.reshard_cases import Case, Side
+from interlace.bench.reshard_cases import ReshardCase, Side
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
+class RankCase:
     """One case as one rank sees it. Only ranks of either mesh take part."""
 
-    case: Case
+    case: ReshardCase
     rank: int
     source_ranks: tuple[int, ...]
     destination_ranks: tuple[int, ...]
@@ -40,7 +40,7 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
+class RivalGroups:
     """Process groups that plain PyTorch needs, made ahead of time."""
 
     source: dist.ProcessGroup
@@ -64,7 +64,7 @@ def part_at(full: Tensor, side: Side, place: tuple[int, ...]) -> Tensor:
     return full
 
 
-def through_full_tensor(move: Move, groups: Groups) -> DTensor | None:
+def through_full_tensor(move: RankCase, groups: RivalGroups) -> DTensor | None:
     """`full_tensor()` on the source mesh, then one rank scatters the parts to the destinations
     where nothing is kept twice, else broadcasts the whole, of which each rank takes its part."""
     full = None if move.tensor is None else move.tensor.full_tensor()
@@ -82,7 +82,7 @@ def through_full_tensor(move: Move, groups: Groups) -> DTensor | None:
     return distribute_tensor(full, move.destination_mesh, move.placements[1], src_data_rank=None)
 
 
-def _scattered(move: Move, full: Tensor | None, fan: dist.ProcessGroup) -> DTensor | None:
+def _scattered(move: RankCase, full: Tensor | None, fan: dist.ProcessGroup) -> DTensor | None:
     """The first source rank is a member of the scatter, so it sends a part to itself too."""
     side, first = move.case.destination, move.source_ranks[0]
     parts = None
@@ -101,7 +101,7 @@ def _scattered(move: Move, full: Tensor | None, fan: dist.ProcessGroup) -> DTens
     return DTensor.from_local(own, move.destination_mesh, move.placements[1], run_check=False)
 
 
-def through_checkpoint(move: Move, groups: Groups, folder: Path) -> DTensor | None:
+def through_checkpoint(move: RankCase, groups: RivalGroups, folder: Path) -> DTensor | None:
     """Save on the source mesh, wait, load on the destination mesh."""
     if move.tensor is not None:
         dcp.save({"x": move.tensor}, checkpoint_id=folder, process_group=groups.source)

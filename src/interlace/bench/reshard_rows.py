@@ -12,9 +12,9 @@ from interlace.bench.reshard_cases import (
     OURS,
     PYTORCH,
     SEND_RECV,
-    Case,
+    ReshardCase,
 )
-from interlace.bench.results import Row, speedup
+from interlace.bench.results import ResultRow, speedup
 from interlace.text import aligned, number
 
 _PLANNED = tuple(method.name for method in METHODS)
@@ -26,7 +26,7 @@ WIRED = "checkpoint_wired"
 class Measured:
     """One case: all methods, which took turns repeat by repeat."""
 
-    case: Case
+    case: ReshardCase
     times_ms: Mapping[str, Sequence[float]]
     cpu_ms: Mapping[str, Sequence[float]]
     """CPU time of all processes in each repeat."""
@@ -52,7 +52,7 @@ class Measured:
         return list(map(min, self.repeats(FULL_TENSOR), self.repeats(WIRED)))
 
 
-def rows_of(measured: Measured) -> list[Row]:
+def rows_of(measured: Measured) -> list[ResultRow]:
     """All metrics of one case, times in ms."""
     ours = measured.repeats(OURS)
     name = measured.case.name
@@ -72,9 +72,9 @@ def _metric(name: str, method: str) -> str:
     return name if method == OURS else f"{name}_{method}"
 
 
-def _over_bound(measured: Measured, method: str) -> Row:
+def _over_bound(measured: Measured, method: str) -> ResultRow:
     times, bound = measured.repeats(method), measured.lower_bound_ms
-    return Row(
+    return ResultRow(
         case=measured.case.name,
         metric=_metric("over_lower_bound", method),
         ours=median(times),
@@ -84,10 +84,10 @@ def _over_bound(measured: Measured, method: str) -> Row:
     )
 
 
-def _predictions(measured: Measured) -> Iterator[Row]:
+def _predictions(measured: Measured) -> Iterator[ResultRow]:
     for method in _PLANNED:
         predicted, times = measured.predicted_ms[method], measured.repeats(method)
-        yield Row(
+        yield ResultRow(
             case=measured.case.name,
             metric=_metric("predicted_over_measured", method),
             ours=predicted,
@@ -97,12 +97,12 @@ def _predictions(measured: Measured) -> Iterator[Row]:
         )
 
 
-def _cpu(measured: Measured, method: str) -> Row:
+def _cpu(measured: Measured, method: str) -> ResultRow:
     """CPU time of all processes over the time: how many cores the move keeps busy. Near the
     number of cores, not the links but the machine limits it."""
     pairs = list(zip(measured.cpu_ms[method], measured.repeats(method), strict=True))
     busy = [cpu / time for cpu, time in pairs]
-    return Row(
+    return ResultRow(
         case=measured.case.name,
         metric=_metric("cores_busy", method),
         ours=median(cpu for cpu, _ in pairs),
@@ -112,7 +112,7 @@ def _cpu(measured: Measured, method: str) -> Row:
     )
 
 
-def summary_rows(all_measured: Sequence[Measured]) -> list[Row]:
+def summary_rows(all_measured: Sequence[Measured]) -> list[ResultRow]:
     """The worst of ours over all cases: time over the bound, and |predicted / measured - 1|."""
     over = [_over_bound(each, OURS).ratio or 0.0 for each in all_measured]
     errors = [
@@ -124,8 +124,8 @@ def summary_rows(all_measured: Sequence[Measured]) -> list[Row]:
     ]
 
 
-def _summary(metric: str, worst: float, middle: float, spread: tuple[float, float]) -> Row:
-    return Row(
+def _summary(metric: str, worst: float, middle: float, spread: tuple[float, float]) -> ResultRow:
+    return ResultRow(
         case="all",
         metric=f"worst_{metric}",
         ours=worst,

@@ -29,15 +29,15 @@ from interlace.bench.reshard_cases import (
     LABELS,
     METHODS,
     OURS,
-    Case,
+    ReshardCase,
+    ReshardSize,
     Side,
-    Size,
     from_json,
     warm_up_case,
 )
 from interlace.bench.reshard_rivals import (
-    Groups,
-    Move,
+    RankCase,
+    RivalGroups,
     part_at,
     placements_of,
     through_checkpoint,
@@ -49,7 +49,7 @@ from interlace.hardware.topology import Topology
 from interlace.lab.links import emulated_backend
 from interlace.lab.namespaces import shape
 from interlace.ranks.launched import follow_launcher
-from interlace.reshard import Move as Described
+from interlace.reshard import RankCase as Described
 from interlace.reshard import ReshardPlan, Settings
 
 TCP_SHARE = 1448 / 1514
@@ -63,10 +63,10 @@ _PROBES = 3
 T = TypeVar("T")
 
 
-class World:
+class BenchWorld:
     """All processes; makes each mesh and each group once. All ranks ask in the same order."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: ReshardSize) -> None:
         self.rank = dist.get_rank()
         self.size = size
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, int]], DeviceMesh] = {}
@@ -132,7 +132,7 @@ def main(folder: Path) -> None:
     try:
         if not size.emulated and os.environ["LOCAL_RANK"] == "0":
             limit_inbound(size.rate)
-        world = World(size)
+        world = BenchWorld(size)
         links = probe(world, rate_bits / 8 * (1.0 if size.emulated else TCP_SHARE))
         topology = topology_of(size, links)
         run_case(world, warm_up_case(size), topology, folder / "checkpoint", repeats=1)
@@ -157,7 +157,7 @@ def limit_inbound(rate: str) -> None:
     shape(f"il{lab}s{host}", rate, namespace=f"ilab-{lab}-sw")
 
 
-def probe(world: World, nic_bytes_per_s: float) -> dict[str, float]:
+def probe(world: BenchWorld, nic_bytes_per_s: float) -> dict[str, float]:
     """Rates in byte/s and latency in ns, the same on all ranks: `nic` is what the link's rate
     leaves for payload; the others are the best of a few messages of 4 MiB, or of one element."""
     far = world.size.devices * (world.size.hosts - 1)
@@ -174,7 +174,7 @@ def probe(world: World, nic_bytes_per_s: float) -> dict[str, float]:
     }
 
 
-def _message_ns(world: World, receiver: int, message_bytes: int) -> int:
+def _message_ns(world: BenchWorld, receiver: int, message_bytes: int) -> int:
     message = torch.zeros(message_bytes, dtype=torch.uint8)
 
     def send() -> None:
@@ -186,7 +186,7 @@ def _message_ns(world: World, receiver: int, message_bytes: int) -> int:
     return min(world.timed(send)[1] for _ in range(_PROBES))
 
 
-def topology_of(size: Size, links: Mapping[str, float]) -> Topology:
+def topology_of(size: ReshardSize, links: Mapping[str, float]) -> Topology:
     """The lab: every host has one NIC of the rate that the link has by its making."""
     return Topology(
         hosts=tuple(
@@ -200,12 +200,12 @@ def topology_of(size: Size, links: Mapping[str, float]) -> Topology:
 
 
 def run_case(
-    world: World, case: Case, topology: Topology, storage: Path, *, repeats: int
+    world: BenchWorld, case: ReshardCase, topology: Topology, storage: Path, *, repeats: int
 ) -> dict[str, Any]:
     """Times of every method, in turn repeat by repeat, with its plan's prediction and the bound."""
     move = move_of(world, case)
     source, destination = move.source_ranks, move.destination_ranks
-    groups = Groups(
+    groups = RivalGroups(
         source=world.group(source),
         destination=world.group(destination),
         fan=world.group((source[0], *destination)),
@@ -237,7 +237,7 @@ def run_case(
     }
 
 
-def plans_of(move: Move, topology: Topology) -> dict[str, ReshardPlan]:
+def plans_of(move: RankCase, topology: Topology) -> dict[str, ReshardPlan]:
     """A plan of each method; made once, as a user would who moves a tensor every few steps."""
     source, destination = move.placements
     spec = Described(
@@ -259,12 +259,12 @@ def plans_of(move: Move, topology: Topology) -> dict[str, ReshardPlan]:
     return plans
 
 
-def moved(plan: ReshardPlan, move: Move) -> DTensor | None:
+def moved(plan: ReshardPlan, move: RankCase) -> DTensor | None:
     """The tensor at its destination."""
     return plan.start({"x": move.tensor}).wait()["x"]
 
 
-def move_of(world: World, case: Case) -> Move:
+def move_of(world: BenchWorld, case: ReshardCase) -> RankCase:
     """Sources are the first hosts, destinations those after them; elements count from 0."""
     source = world.ranks(case.source, 0)
     destination = world.ranks(case.destination, case.source.hosts)
@@ -278,7 +278,7 @@ def move_of(world: World, case: Case) -> Move:
     if world.rank in destination:
         place = tuple(meshes[1].get_coordinate() or ())
         expected = part_at(full, case.destination, place)
-    return Move(
+    return RankCase(
         case=case,
         rank=world.rank,
         source_ranks=source,
@@ -290,7 +290,7 @@ def move_of(world: World, case: Case) -> Move:
     )
 
 
-def check(result: DTensor | None, move: Move, name: str) -> None:
+def check(result: DTensor | None, move: RankCase, name: str) -> None:
     """RunError unless every destination has the right elements."""
     if move.expected is None:
         return

@@ -18,7 +18,7 @@ from interlace.measure.machine import processor_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ResultRow:
     """One comparison. `ratio` is above 1 when ours is better, unless the metric says otherwise."""
 
     case: str
@@ -31,14 +31,14 @@ class Row:
     """Smallest and largest ratio over repeats; None for a single measurement."""
 
 
-def speedup(case: str, metric: str, ours: Sequence[float], baseline: Sequence[float]) -> Row:
+def speedup(case: str, metric: str, ours: Sequence[float], baseline: Sequence[float]) -> ResultRow:
     """A row from paired times: pair i of both lists ran next to each other."""
     return _paired(
         case, metric, ours, baseline, [b / o for o, b in zip(ours, baseline, strict=True)]
     )
 
 
-def slowdown(case: str, metric: str, ours: Sequence[float], baseline: Sequence[float]) -> Row:
+def slowdown(case: str, metric: str, ours: Sequence[float], baseline: Sequence[float]) -> ResultRow:
     """The same with how much longer ours takes as the ratio."""
     return _paired(
         case, metric, ours, baseline, [o / b for o, b in zip(ours, baseline, strict=True)]
@@ -47,8 +47,8 @@ def slowdown(case: str, metric: str, ours: Sequence[float], baseline: Sequence[f
 
 def _paired(
     case: str, metric: str, ours: Sequence[float], baseline: Sequence[float], ratios: list[float]
-) -> Row:
-    return Row(
+) -> ResultRow:
+    return ResultRow(
         case=case,
         metric=metric,
         ours=median(ours),
@@ -77,7 +77,9 @@ def _gpu() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 
-def write_json(path: Path, bench: str, where: dict[str, str | int], rows: Sequence[Row]) -> None:
+def write_json(
+    path: Path, bench: str, where: dict[str, str | int], rows: Sequence[ResultRow]
+) -> None:
     """Write the result file. Raises InputError if the path cannot be written."""
     content = {"bench": bench, "environment": where, "rows": [asdict(row) for row in rows]}
     try:

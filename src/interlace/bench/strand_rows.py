@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from interlace.bench.results import Row, speedup
+from interlace.bench.results import ResultRow, speedup
 from interlace.text import aligned, number, percent
 
 OURS = "merge"
@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class StrandCase:
     """One link rate and number of micro-batches."""
 
     target: float
@@ -53,7 +53,7 @@ class Case:
         return self.modes["1"]["communication_ms"] / self.modes["1"]["compute_ms"]
 
 
-def rows_of(case: Case) -> list[Row]:
+def rows_of(case: StrandCase) -> list[ResultRow]:
     """All metrics of one case. Repeats pair step i of one way with step i of the other."""
     return [
         _row(case, "communication_over_compute", case.achieved, case.target),
@@ -64,15 +64,17 @@ def rows_of(case: Case) -> list[Row]:
     ]
 
 
-def _row(case: Case, metric: str, ours: float, baseline: float, ratio: float | None = None) -> Row:
+def _row(
+    case: StrandCase, metric: str, ours: float, baseline: float, ratio: float | None = None
+) -> ResultRow:
     if ratio is None and baseline:
         ratio = ours / baseline
-    return Row(
+    return ResultRow(
         case=case.name, metric=metric, ours=ours, baseline=baseline, ratio=ratio, spread=None
     )
 
 
-def _speedups(case: Case) -> Iterator[Row]:
+def _speedups(case: StrandCase) -> Iterator[ResultRow]:
     ours = case.timed(OURS, "step_ms")
     for mode, name in RIVALS.items():
         if mode in case.modes:
@@ -88,7 +90,7 @@ def _speedups(case: Case) -> Iterator[Row]:
         yield speedup(case.name, "cpu_time_vs_eager", cpu, case.timed("eager", "cpu_ms"))
 
 
-def _fractions(case: Case) -> Iterator[Row]:
+def _fractions(case: StrandCase) -> Iterator[ResultRow]:
     base = "eager" if "eager" in case.modes else "1"
     for metric in ("hidden_fraction", "steady_hidden_fraction"):
         ours, baseline = case.modes[OURS][metric], case.modes[base].get(metric)
@@ -96,7 +98,7 @@ def _fractions(case: Case) -> Iterator[Row]:
             yield _row(case, metric, ours, baseline)
 
 
-def _predictions(case: Case) -> Iterator[Row]:
+def _predictions(case: StrandCase) -> Iterator[ResultRow]:
     for mode in PREDICTED:
         if mode in case.modes:
             predicted = case.modes[mode]["predicted_ms"]
@@ -108,7 +110,7 @@ def _predictions(case: Case) -> Iterator[Row]:
     yield _row(case, "gap_to_bound", ours["predicted_ms"], ours["bound_ms"], gap)
 
 
-def _memory(case: Case) -> Iterator[Row]:
+def _memory(case: StrandCase) -> Iterator[ResultRow]:
     """Two strands over one strand - 1: everything that a step needs, then only its values.
 
     In MiB; the constant part (weights, gradients, optimizer state) is counted in all of them.
@@ -132,10 +134,10 @@ def _memory(case: Case) -> Iterator[Row]:
         )
 
 
-def summary_rows(cases: Sequence[Case]) -> list[Row]:
+def summary_rows(cases: Sequence[StrandCase]) -> list[ResultRow]:
     """How far predictions are off over all cases: the median of |predicted / measured - 1|."""
     return [
-        Row(
+        ResultRow(
             case="all",
             metric="prediction_error" + ("" if mode == OURS else f"_{RIVALS.get(mode, mode)}"),
             ours=median(errors),
@@ -148,7 +150,7 @@ def summary_rows(cases: Sequence[Case]) -> list[Row]:
     ]
 
 
-def _errors(cases: Sequence[Case], mode: str) -> list[float]:
+def _errors(cases: Sequence[StrandCase], mode: str) -> list[float]:
     return [
         abs(case.modes[mode]["predicted_ms"] / median(case.timed(mode, "graph_ms")) - 1)
         for case in cases
@@ -156,7 +158,7 @@ def _errors(cases: Sequence[Case], mode: str) -> list[float]:
     ]
 
 
-def tables(cases: Sequence[Case]) -> str:
+def tables(cases: Sequence[StrandCase]) -> str:
     """Step times, hiding and predictions, and memory, one line per case."""
     parts = [
         "step time in ms",
@@ -170,7 +172,7 @@ def tables(cases: Sequence[Case]) -> str:
     return "\n\n".join(parts)
 
 
-def _times(cases: Sequence[Case]) -> str:
+def _times(cases: Sequence[StrandCase]) -> str:
     header = ("comm", "micro-b.", "link", "measured", *(NAMES.get(c, c) for c in COLUMNS))
     gained = ("eager", "one_strand", "segment_pairs")
     gains = ("vs eager", "vs one", "vs pairs")
@@ -195,7 +197,7 @@ def _times(cases: Sequence[Case]) -> str:
     return aligned((*header, *gains), rows, text_columns=1)
 
 
-def _quality(cases: Sequence[Case]) -> str:
+def _quality(cases: Sequence[StrandCase]) -> str:
     columns = tuple(NAMES.get(mode, mode) for mode in COLUMNS)
     header = ("comm", "micro-b.", *columns, "steady", "pred/meas", "over bound", "CPU vs eager")
     rows = []
@@ -218,7 +220,7 @@ def _quality(cases: Sequence[Case]) -> str:
     return aligned(header, rows, text_columns=1)
 
 
-def _memory_table(cases: Sequence[Case]) -> str:
+def _memory_table(cases: Sequence[StrandCase]) -> str:
     header = ("case", "metric", "two strands", "one strand", "extra")
     rows = [
         (row.case, row.metric, number(row.ours), number(row.baseline), percent(row.ratio or 0.0))

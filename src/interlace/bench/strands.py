@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.bench.results import environment, write_json
-from interlace.bench.strand_rows import Case, rows_of, summary_rows, tables
+from interlace.bench.strand_rows import StrandCase, rows_of, summary_rows, tables
 from interlace.config import parse_rate
 from interlace.errors import RunError
 from interlace.graphs.torch_private import has_inductor_schedule
@@ -120,7 +120,7 @@ def run(*, quick: bool, json_path: Path | None) -> int:
 
 def run_size(name: str, size: Size, json_path: Path | None) -> int:
     """The bench `name` at one size."""
-    cases: list[Case] = []
+    cases: list[StrandCase] = []
     links: set[str] = set()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="interlace-bench-") as folder:
@@ -134,7 +134,7 @@ def run_size(name: str, size: Size, json_path: Path | None) -> int:
             link, comparison = measure(size, point, rate, Path(folder) / str(number))
             links.add(link.partition(" link")[0])
             cases.append(
-                Case(
+                StrandCase(
                     target=point.ratio,
                     rate=rate,
                     micro_batches=point.micro_batches,

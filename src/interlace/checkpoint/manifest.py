@@ -32,7 +32,7 @@ class SavedFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorBox:
     """A box of a tensor: element `offsets[d]` to `offsets[d] + sizes[d]` of each dimension d."""
 
     file: str
@@ -47,7 +47,7 @@ class SavedTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorBox, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +130,9 @@ def _tensor(name: str, entry: Any, files: set[str]) -> SavedTensor:
     return SavedTensor(dtype=dtype, shape=shape, pieces=pieces)
 
 
-def _piece(name: str, entry: Any, shape: tuple[int, ...], files: set[str]) -> Piece:
+def _piece(name: str, entry: Any, shape: tuple[int, ...], files: set[str]) -> TensorBox:
     entry = _table(entry, name)
-    piece = Piece(
+    piece = TensorBox(
         file=_text(entry.get("file"), name),
         key=_text(entry.get("key"), name),
         offsets=_counts(entry.get("offsets"), name),

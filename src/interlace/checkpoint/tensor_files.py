@@ -34,8 +34,8 @@ from interlace.checkpoint.folders import Damaged, read_manifest
 from interlace.checkpoint.manifest import (
     DTYPE_NAMES,
     Manifest,
-    Piece,
     SavedTensor,
+    TensorBox,
     piece_key,
 )
 from interlace.errors import RunError
@@ -89,12 +89,12 @@ def plan_pieces(tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> 
 def _saved_tensors(plans: list[SavePlan]) -> dict[str, SavedTensor]:
     """What the files of all ranks hold together."""
     facts: dict[str, TensorWriteData] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[TensorBox]] = {}
     for owner, plan in enumerate(plans):
         for item in plan.items:
             facts[item.index.fqn] = _facts(item)
             offsets, sizes = tuple(_facts(item).chunk.offsets), tuple(_sizes(item))
-            piece = Piece(file=file_name(owner), key=_key(item), offsets=offsets, sizes=sizes)
+            piece = TensorBox(file=file_name(owner), key=_key(item), offsets=offsets, sizes=sizes)
             pieces.setdefault(item.index.fqn, []).append(piece)
     return {
         name: SavedTensor(
@@ -126,7 +126,7 @@ class CheckpointReader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Learn where pieces lie."""
-        self._pieces: dict[MetadataIndex, Piece] = metadata.storage_data
+        self._pieces: dict[MetadataIndex, TensorBox] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """As planned."""
@@ -196,7 +196,7 @@ def whole_tensor(reader: StorageReader, name: str) -> Tensor:
 def metadata_of(manifest: Manifest) -> Metadata:
     """PyTorch's description of the tensors; `storage_data` maps its indices to pieces."""
     tensors: dict[str, Any] = {}
-    pieces: dict[MetadataIndex, Piece] = {}
+    pieces: dict[MetadataIndex, TensorBox] = {}
     for name, saved in manifest.tensors.items():
         chunks = []
         for piece in saved.pieces:

@@ -28,7 +28,7 @@ from interlace.data.tokens import (
 )
 from interlace.errors import InputError
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+TokenBatch = tuple[torch.Tensor, torch.Tensor]
 
 STDLIB = "stdlib"
 PATH_HINT = "set data.path to a file, a folder, a glob such as 'text/**/*.txt', or stdlib"
@@ -183,7 +183,7 @@ class Dataset:
             self, micro_batch_size, position=position, shard=shard, num_shards=num_shards
         )
 
-    def held_out(self, micro_batch_size: int, count: int) -> list[Batch]:
+    def held_out(self, micro_batch_size: int, count: int) -> list[TokenBatch]:
         """`count` micro-batches, always the same ones, spread over the whole held-out split."""
         wanted = micro_batch_size * count
         if wanted > self.held_out_samples:
@@ -205,7 +205,7 @@ class Dataset:
             self._latest_order = epoch, self._train[order]
         return self._latest_order[1]
 
-    def take(self, samples: np.ndarray) -> Batch:
+    def take(self, samples: np.ndarray) -> TokenBatch:
         """Tokens and targets (the next tokens), each int64 [len(samples), sequence_length]."""
         windows = self._windows[samples].astype(np.int64)
         tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
@@ -237,7 +237,7 @@ def _bytes_per_token(records: np.ndarray, samples: np.ndarray) -> float | None:
     return float(sizes_bytes.sum(dtype=np.int64) / sizes_bytes.size)
 
 
-class Batches(Iterator[Batch]):
+class Batches(Iterator[TokenBatch]):
     """Micro-batches (tokens, targets), each int64 [micro_batch_size, sequence_length], endless.
 
     A pass may end inside a micro-batch, which then goes on with the next pass.
@@ -264,7 +264,7 @@ class Batches(Iterator[Batch]):
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> TokenBatch:
         size = self._micro_batch_size
         first = self.position + self._shard * size
         samples = np.array([self._sample(place) for place in range(first, first + size)])

@@ -20,7 +20,7 @@ Variant = Literal["ring", "direct", "bidirectional"]
 VARIANTS: tuple[Variant, ...] = ("ring", "direct", "bidirectional")
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """Rows [start, stop) of the rows of all ranks."""
 
     start: int
@@ -39,9 +39,9 @@ class Hop(NamedTuple):
     source: int
 
 
-def cut(rows: int, parts: int) -> list[Part]:
+def cut(rows: int, parts: int) -> list[RowPart]:
     """`rows` in `parts` parts whose lengths differ by at most one."""
-    return [Part(rows * i // parts, rows * (i + 1) // parts) for i in range(parts)]
+    return [RowPart(rows * i // parts, rows * (i + 1) // parts) for i in range(parts)]
 
 
 def gathered_owner(rank: int, ranks: int, step: int, direction: int = 1) -> int:
@@ -94,10 +94,10 @@ class Order:
         return sum(self.rows)
 
     @property
-    def own(self) -> Part:
+    def own(self) -> RowPart:
         """The slice of this rank."""
         start = sum(self.rows[: self.rank])
-        return Part(start, start + self.rows[self.rank])
+        return RowPart(start, start + self.rows[self.rank])
 
     @property
     def parts(self) -> int:
@@ -113,18 +113,18 @@ class Order:
         """Which part of its slice a lane visits with a piece."""
         return lane * self.pieces + piece
 
-    def part(self, owner: int, index: int) -> Part:
+    def part(self, owner: int, index: int) -> RowPart:
         """Part `index` of the slice of `owner`."""
         first = sum(self.rows[:owner])
         start, stop = cut(self.rows[owner], self.parts)[index]
-        return Part(first + start, first + stop)
+        return RowPart(first + start, first + stop)
 
-    def gathered(self, step: int, lane: int, piece: int) -> Part:
+    def gathered(self, step: int, lane: int, piece: int) -> RowPart:
         """What a gather visits: own slice first, then as slices arrive."""
         owner = gathered_owner(self.rank, self.ranks, step, self.directions[lane])
         return self.part(owner, self.index(lane, piece))
 
-    def scattered(self, step: int, lane: int, piece: int) -> Part:
+    def scattered(self, step: int, lane: int, piece: int) -> RowPart:
         """What a scatter visits: own slice last."""
         direction = self.directions[lane]
         owner = scattered_owner(self.rank, self.ranks, step, direction, straight=self.straight)

@@ -30,10 +30,10 @@ from interlace.graphs.writer import GraphWriter
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
 
-Layout = tuple[Placement, ...]
+MeshPlacements = tuple[Placement, ...]
 
 
-class Step(NamedTuple):
+class Conversion(NamedTuple):
     """One conversion over one mesh axis."""
 
     kind: Literal["gather", "reduce", "scatter", "exchange", "cut", "divide"]
@@ -44,45 +44,47 @@ class Step(NamedTuple):
     """Of an exchange: the dimension that is gathered."""
 
 
-def steps_between(given: Layout, wanted: Layout) -> list[Step]:
+def steps_between(given: MeshPlacements, wanted: MeshPlacements) -> list[Conversion]:
     """How a tensor laid out as `given` gets to `wanted`: shards are undone from the innermost axis
     outwards, and made from the outermost inwards, as several axes may cut one dimension.
 
     Both hold `Replicate`, `Shard` and, of `given`, `Partial` sums and means only.
     """
-    steps: list[Step] = []
+    steps: list[Conversion] = []
     now = list(given)
     for axis in reversed(range(len(now))):
         placement = now[axis]
         if isinstance(placement, Partial) and placement.reduce_op == "avg":
-            steps.append(Step("divide", axis))
+            steps.append(Conversion("divide", axis))
             now[axis] = Partial("sum")
         elif isinstance(placement, Shard) and _is_apart(now, wanted, axis):
             other = wanted[axis]
             assert isinstance(other, Shard)
-            steps.append(Step("exchange", axis, other.dim, placement.dim))
+            steps.append(Conversion("exchange", axis, other.dim, placement.dim))
             now[axis] = other
         elif isinstance(placement, Shard) and _must_be_undone(now, wanted, axis, placement):
-            steps.append(Step("gather", axis, placement.dim))
+            steps.append(Conversion("gather", axis, placement.dim))
             now[axis] = Replicate()
     for axis, placement in enumerate(wanted):
         if now[axis] == placement:
             continue
         if isinstance(placement, Shard):
             kind = "scatter" if isinstance(now[axis], Partial) else "cut"
-            steps.append(Step(kind, axis, placement.dim))
+            steps.append(Conversion(kind, axis, placement.dim))
         else:
-            steps.append(Step("reduce", axis))
+            steps.append(Conversion("reduce", axis))
     return steps
 
 
-def _must_be_undone(now: Sequence[Placement], wanted: Layout, axis: int, shard: Shard) -> bool:
+def _must_be_undone(
+    now: Sequence[Placement], wanted: MeshPlacements, axis: int, shard: Shard
+) -> bool:
     """Whether a shard is not the wanted one, or lies inside of another that is yet to change."""
     outer = zip(now[:axis], wanted[:axis], strict=True)
     return wanted[axis] != shard or any((a == shard) != (b == shard) for a, b in outer)
 
 
-def _is_apart(now: Sequence[Placement], wanted: Layout, axis: int) -> bool:
+def _is_apart(now: Sequence[Placement], wanted: MeshPlacements, axis: int) -> bool:
     """Whether a shard becomes another, and no other axis cuts any of the two dimensions."""
     here = {now[axis], wanted[axis]}
     others = {*now[:axis], *now[axis + 1 :], *wanted[:axis], *wanted[axis + 1 :]}
@@ -114,7 +116,7 @@ def lay_out_gradients(chunk: ChunkGraphs, module: nn.Module) -> ChunkGraphs:
     backward = chunk.backward
     late = _summed_once_a_step(chunk, parameters)
     outputs: list[fx.Node] = []
-    placements: dict[str, Layout | None] = {}
+    placements: dict[str, MeshPlacements | None] = {}
     for name, node in zip(chunk.parameters, backward.outputs, strict=True):
         parameter = parameters[name]
         given = chunk.placements[name]
@@ -135,10 +137,10 @@ def lay_out_gradients(chunk: ChunkGraphs, module: nn.Module) -> ChunkGraphs:
 
 def _summed_once_a_step(
     chunk: ChunkGraphs, parameters: Mapping[str, nn.Parameter]
-) -> dict[nn.Parameter, Layout]:
+) -> dict[nn.Parameter, MeshPlacements]:
     """The layout in which each parameter's gradients are added up: the parameter's, with parts of a
     sum where all its gradients (one per name that it is used under) are parts of one."""
-    found: dict[nn.Parameter, Layout] = {}
+    found: dict[nn.Parameter, MeshPlacements] = {}
     for name in chunk.parameters:
         parameter, given = parameters[name], chunk.placements[name]
         _refuse_unknown(name, parameter, given)
@@ -157,7 +159,11 @@ def _summed_once_a_step(
 
 
 def convert(
-    writer: GraphWriter, node: fx.Node, given: Layout, wanted: Layout, mesh: DeviceMesh
+    writer: GraphWriter,
+    node: fx.Node,
+    given: MeshPlacements,
+    wanted: MeshPlacements,
+    mesh: DeviceMesh,
 ) -> fx.Node:
     """Write the operators that bring a rank's part of a tensor, `node`, to another layout."""
     for step in steps_between(given, wanted):
@@ -166,7 +172,7 @@ def convert(
     return node
 
 
-def _step(writer: GraphWriter, node: fx.Node, step: Step, mesh: DeviceMesh) -> fx.Node:
+def _step(writer: GraphWriter, node: fx.Node, step: Conversion, mesh: DeviceMesh) -> fx.Node:
     ranks, group = mesh.size(step.axis), str(mesh.get_group(step.axis).group_name)
     shape, dim = list(node.meta["val"].shape), step.dim
     if step.kind == "divide":
@@ -233,7 +239,7 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node:
     return list(graph.find_nodes(op="placeholder"))[-1]
 
 
-def _refuse_unknown(name: str, parameter: Tensor, given: Layout | None) -> None:
+def _refuse_unknown(name: str, parameter: Tensor, given: MeshPlacements | None) -> None:
     """Refuse layouts that `steps_between` does not know."""
     if not isinstance(parameter, DTensor):
         if given is not None:
@@ -263,7 +269,9 @@ def _refuse_unknown(name: str, parameter: Tensor, given: Layout | None) -> None:
     _refuse_uneven(f"the gradient of {_own(name)!r}", parameter.shape, given, mesh)
 
 
-def _refuse_uneven(what: str, shape: Sequence[int], layout: Layout, mesh: DeviceMesh) -> None:
+def _refuse_uneven(
+    what: str, shape: Sequence[int], layout: MeshPlacements, mesh: DeviceMesh
+) -> None:
     for dim, size in enumerate(shape):
         over = [i for i, p in enumerate(layout) if type(p) is Shard and p.dim % len(shape) == dim]
         ranks = torch.Size(mesh.size(axis) for axis in over).numel()
@@ -276,7 +284,9 @@ def _refuse_uneven(what: str, shape: Sequence[int], layout: Layout, mesh: Device
             )
 
 
-def _check_shape(name: str, parameter: Tensor, given: Layout | None, gradient: fx.Node) -> None:
+def _check_shape(
+    name: str, parameter: Tensor, given: MeshPlacements | None, gradient: fx.Node
+) -> None:
     part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     shape = gradient.meta["val"].shape
     if shape != part.shape:
@@ -288,7 +298,7 @@ def _check_shape(name: str, parameter: Tensor, given: Layout | None, gradient: f
         )
 
 
-def _shown(layout: Layout) -> str:
+def _shown(layout: MeshPlacements) -> str:
     return f"({', '.join(str(placement) for placement in layout)})"
 
 

@@ -24,7 +24,7 @@ from interlace.graphs.trace import (
 AGAIN = "_again"
 """Ends the name of a node that the backward computes again."""
 
-Choice = Callable[[fx.Node], bool]
+IsRemade = Callable[[fx.Node], bool]
 """Whether a node of the forward is computed again, rather than kept, if the backward needs it."""
 
 
@@ -47,7 +47,7 @@ def saved_values(chunk: ChunkGraphs) -> dict[str, fx.Node]:
     return dict(zip(chunk.saved, chunk.forward.outputs[1:], strict=True))
 
 
-def needed(chunk: ChunkGraphs, again: Choice) -> tuple[list[fx.Node], list[fx.Node]]:
+def needed(chunk: ChunkGraphs, again: IsRemade) -> tuple[list[fx.Node], list[fx.Node]]:
     """(kept, remade): nodes of the forward whose values are handed over, and those that are
     computed again, both in the order of the forward."""
     kept: set[fx.Node] = set()
@@ -66,7 +66,7 @@ def needed(chunk: ChunkGraphs, again: Choice) -> tuple[list[fx.Node], list[fx.No
     return [n for n in order if n in kept], [n for n in order if n in remade]
 
 
-def kept_bytes(chunk: ChunkGraphs, again: Choice = lambda _: False) -> int:
+def kept_bytes(chunk: ChunkGraphs, again: IsRemade = lambda _: False) -> int:
     """Bytes that one micro-batch keeps from its forward for its backward, or would keep; each
     storage once. Parameters, buffers and the batch are there anyway and do not count."""
     kept, _ = needed(chunk, again)
@@ -74,7 +74,7 @@ def kept_bytes(chunk: ChunkGraphs, again: Choice = lambda _: False) -> int:
     return sum(tensor.nbytes for tensor in tree_leaves(values))
 
 
-def remake(chunk: ChunkGraphs, again: Choice) -> ChunkGraphs:
+def remake(chunk: ChunkGraphs, again: IsRemade) -> ChunkGraphs:
     """`chunk` with a backward that computes again what `again` says. Changes its graphs."""
     kept, remade = needed(chunk, again)
     copier = _Copier(chunk, kept, remade)

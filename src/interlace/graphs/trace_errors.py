@@ -33,7 +33,7 @@ _OTHER_HINT = "write it with plain torch operators, or train with eager PyTorch 
 _NO_SCHEMA = types.SimpleNamespace(arguments=())
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of somebody's code."""
 
     file: str
@@ -120,7 +120,7 @@ def refuse_collectives(module: nn.Module, graph: fx.Graph) -> None:
             )
 
 
-def cannot_trace(module: nn.Module, why: str, lines: Sequence[Line], hint: str) -> InputError:
+def cannot_trace(module: nn.Module, why: str, lines: Sequence[SourceLine], hint: str) -> InputError:
     """The error for a module that fails at `lines`, innermost last."""
     where = ""
     own = [line for line in lines if not _in_library(line.file)]
@@ -133,7 +133,7 @@ def cannot_trace(module: nn.Module, why: str, lines: Sequence[Line], hint: str) 
     return InputError(f"{type(module).__name__} cannot be traced: {why}{where}", hint=hint)
 
 
-def owners_of(module: nn.Module, line: Line) -> list[str]:
+def owners_of(module: nn.Module, line: SourceLine) -> list[str]:
     """`name: class` of the sub-modules whose code has this line, deepest ones only."""
     found = []
     for name, child in module.named_modules():
@@ -144,12 +144,12 @@ def owners_of(module: nn.Module, line: Line) -> list[str]:
     return found
 
 
-def lines_of(node: fx.Node) -> list[Line]:
+def lines_of(node: fx.Node) -> list[SourceLine]:
     """Where in the user's code a traced operator comes from, innermost last."""
     return _parsed(str(node.meta.get("stack_trace") or ""))
 
 
-def _has_line(code: types.CodeType, line: Line) -> bool:
+def _has_line(code: types.CodeType, line: SourceLine) -> bool:
     numbers = [number for _, _, number in code.co_lines() if number is not None]
     return code.co_filename == line.file and min(numbers) <= line.number <= max(numbers)
 
@@ -159,16 +159,16 @@ def _in_library(file: str) -> bool:
     return _LIBRARY in path.parents or Path(__file__).parents[1] in path.parents
 
 
-def _lines(error: BaseException) -> list[Line]:
+def _lines(error: BaseException) -> list[SourceLine]:
     """Lines of the traced code: dynamo keeps them beside the error, or in its text."""
     stack = getattr(error, "real_stack", None)
     if stack:
-        return [Line(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
+        return [SourceLine(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
     return _parsed(str(error))
 
 
-def _parsed(text: str) -> list[Line]:
-    return [Line(file, int(number), name) for file, number, name in _FRAME.findall(text)]
+def _parsed(text: str) -> list[SourceLine]:
+    return [SourceLine(file, int(number), name) for file, number, name in _FRAME.findall(text)]
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from interlace.errors import InputError
 from interlace.models.hugging_face_config import family_of, load_config
 from interlace.models.hugging_face_export import export
 from interlace.models.hugging_face_files import Region, StoredTensor, open_tensors
-from interlace.models.hugging_face_names import Family, Piece, pieces
+from interlace.models.hugging_face_names import Family, StoredPart, pieces
 
 __all__ = ["export", "load_config", "load_weights"]
 
@@ -65,7 +65,7 @@ def _check_names(
 
 
 def _check_shape(
-    folder: str | Path, name: str, parameter: Tensor, piece: Piece, stored: StoredTensor
+    folder: str | Path, name: str, parameter: Tensor, piece: StoredPart, stored: StoredTensor
 ) -> None:
     shape = (parameter.shape[0] * piece.parts, *parameter.shape[1:])
     found = stored.shape[::-1] if piece.transposed else stored.shape
@@ -89,7 +89,7 @@ def _check_shape(
 def _check_tied(
     folder: str | Path,
     parameters: Mapping[str, nn.Parameter],
-    wanted: Mapping[str, Piece],
+    wanted: Mapping[str, StoredPart],
     stored: Mapping[str, StoredTensor],
 ) -> None:
     """A checkpoint with a tied head may hold it as well, if it is the same."""
@@ -104,7 +104,7 @@ def _check_tied(
         )
 
 
-def _read(parameter: Tensor, piece: Piece, stored: StoredTensor) -> Tensor:
+def _read(parameter: Tensor, piece: StoredPart, stored: StoredTensor) -> Tensor:
     """This rank's part of a stored tensor, in our order of dimensions."""
     rows, *rest = _region(parameter)
     first = piece.part * parameter.shape[0]

@@ -16,7 +16,7 @@ from interlace.errors import InputError
 from interlace.models import model_file
 from interlace.models.hugging_face_config import config_json
 from interlace.models.hugging_face_files import INDEX, SINGLE
-from interlace.models.hugging_face_names import Piece, family_for, pieces
+from interlace.models.hugging_face_names import StoredPart, family_for, pieces
 
 SHARD_BYTES = 5 * 10**9
 
@@ -63,7 +63,7 @@ def export(
         part.replace(folder)
 
 
-_Group = list[tuple[str, Piece, torch.Size]]
+_Group = list[tuple[str, StoredPart, torch.Size]]
 """Our name, where it lies, its whole shape: the parameters that make up one stored tensor."""
 
 

@@ -12,7 +12,7 @@ from interlace.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPart:
     """All of a stored tensor, or one of `parts` equal parts of its output features."""
 
     tensor: str
@@ -35,51 +35,51 @@ class Family:
     """Of the causal language model in `transformers`."""
     prefix: str
     """Before all names but the head's; checkpoints of the bare model lack it."""
-    pieces: dict[str, Piece]
+    pieces: dict[str, StoredPart]
     """By name of our parameter."""
     ignored: re.Pattern[str]
     """Stored names that are no weights: masks and rotary tables."""
 
 
-def _linears(ours: str, theirs: str) -> dict[str, Piece]:
+def _linears(ours: str, theirs: str) -> dict[str, StoredPart]:
     """Weight and bias of a layer of GPT-2, which stores weights transposed."""
     return {
-        f"{ours}.weight": Piece(f"{theirs}.weight", transposed=True),
-        f"{ours}.bias": Piece(f"{theirs}.bias"),
+        f"{ours}.weight": StoredPart(f"{theirs}.weight", transposed=True),
+        f"{ours}.bias": StoredPart(f"{theirs}.bias"),
     }
 
 
-def _norms(ours: str, theirs: str) -> dict[str, Piece]:
-    return {f"{ours}.{kind}": Piece(f"{theirs}.{kind}") for kind in ("weight", "bias")}
+def _norms(ours: str, theirs: str) -> dict[str, StoredPart]:
+    return {f"{ours}.{kind}": StoredPart(f"{theirs}.{kind}") for kind in ("weight", "bias")}
 
 
-def _fused(ours: tuple[str, ...], theirs: str) -> dict[str, Piece]:
+def _fused(ours: tuple[str, ...], theirs: str) -> dict[str, StoredPart]:
     found = {}
     for part, name in enumerate(ours):
         for kind in ("weight", "bias"):
-            piece = Piece(f"{theirs}.{kind}", kind == "weight", part, len(ours))
+            piece = StoredPart(f"{theirs}.{kind}", kind == "weight", part, len(ours))
             found[f"{name}.{kind}"] = piece
     return found
 
 
 _ATTENTION = "blocks.*.attention"
 _LLAMA = {
-    "embedding.weight": Piece("model.embed_tokens.weight"),
-    "blocks.*.attention_norm.weight": Piece("model.layers.*.input_layernorm.weight"),
-    f"{_ATTENTION}.query.weight": Piece("model.layers.*.self_attn.q_proj.weight"),
-    f"{_ATTENTION}.key.weight": Piece("model.layers.*.self_attn.k_proj.weight"),
-    f"{_ATTENTION}.value.weight": Piece("model.layers.*.self_attn.v_proj.weight"),
-    f"{_ATTENTION}.output.weight": Piece("model.layers.*.self_attn.o_proj.weight"),
-    "blocks.*.ffn_norm.weight": Piece("model.layers.*.post_attention_layernorm.weight"),
-    "blocks.*.ffn.gate.weight": Piece("model.layers.*.mlp.gate_proj.weight"),
-    "blocks.*.ffn.up.weight": Piece("model.layers.*.mlp.up_proj.weight"),
-    "blocks.*.ffn.down.weight": Piece("model.layers.*.mlp.down_proj.weight"),
-    "norm.weight": Piece("model.norm.weight"),
-    "head.weight": Piece("lm_head.weight"),
+    "embedding.weight": StoredPart("model.embed_tokens.weight"),
+    "blocks.*.attention_norm.weight": StoredPart("model.layers.*.input_layernorm.weight"),
+    f"{_ATTENTION}.query.weight": StoredPart("model.layers.*.self_attn.q_proj.weight"),
+    f"{_ATTENTION}.key.weight": StoredPart("model.layers.*.self_attn.k_proj.weight"),
+    f"{_ATTENTION}.value.weight": StoredPart("model.layers.*.self_attn.v_proj.weight"),
+    f"{_ATTENTION}.output.weight": StoredPart("model.layers.*.self_attn.o_proj.weight"),
+    "blocks.*.ffn_norm.weight": StoredPart("model.layers.*.post_attention_layernorm.weight"),
+    "blocks.*.ffn.gate.weight": StoredPart("model.layers.*.mlp.gate_proj.weight"),
+    "blocks.*.ffn.up.weight": StoredPart("model.layers.*.mlp.up_proj.weight"),
+    "blocks.*.ffn.down.weight": StoredPart("model.layers.*.mlp.down_proj.weight"),
+    "norm.weight": StoredPart("model.norm.weight"),
+    "head.weight": StoredPart("lm_head.weight"),
 }
 _GPT2 = {
-    "embedding.weight": Piece("transformer.wte.weight"),
-    "positions.weight": Piece("transformer.wpe.weight", longer=True),
+    "embedding.weight": StoredPart("transformer.wte.weight"),
+    "positions.weight": StoredPart("transformer.wpe.weight", longer=True),
     **_norms("blocks.*.attention_norm", "transformer.h.*.ln_1"),
     **_fused(
         (f"{_ATTENTION}.query", f"{_ATTENTION}.key", f"{_ATTENTION}.value"),
@@ -90,7 +90,7 @@ _GPT2 = {
     **_linears("blocks.*.ffn.up", "transformer.h.*.mlp.c_fc"),
     **_linears("blocks.*.ffn.down", "transformer.h.*.mlp.c_proj"),
     **_norms("norm", "transformer.ln_f"),
-    "head.weight": Piece("lm_head.weight"),
+    "head.weight": StoredPart("lm_head.weight"),
 }
 
 _ROTARY = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -112,7 +112,7 @@ def family_for(architecture: str) -> Family:
     )
 
 
-def pieces(family: Family, names: Iterable[str]) -> dict[str, Piece]:
+def pieces(family: Family, names: Iterable[str]) -> dict[str, StoredPart]:
     """The stored piece of each of our parameter `names`. Raises InputError if they are of another
     architecture."""
     found = {}

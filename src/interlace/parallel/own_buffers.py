@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-Place = tuple[tuple[str, int], ...]
+AxisPlace = tuple[tuple[str, int], ...]
 """(axis, this rank's number on it), for each axis over which a buffer differs."""
 _MARKS = "own_buffers"
 
@@ -37,13 +37,13 @@ def copy_marks(source: nn.Module, target: nn.Module) -> None:
         setattr(target, _MARKS, kept)
 
 
-def own_buffers(module: nn.Module) -> Iterator[tuple[str, Place]]:
+def own_buffers(module: nn.Module) -> Iterator[tuple[str, AxisPlace]]:
     """(name, place) of each marked buffer below `module`."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for name, place in _marks_of(owner).items():
             yield (f"{path}.{name}" if path else name), place
 
 
-def _marks_of(module: nn.Module) -> dict[str, Place]:
-    found: dict[str, Place] = getattr(module, _MARKS, {})
+def _marks_of(module: nn.Module) -> dict[str, AxisPlace]:
+    found: dict[str, AxisPlace] = getattr(module, _MARKS, {})
     return found

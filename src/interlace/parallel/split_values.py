@@ -20,7 +20,7 @@ COLUMNS = frozenset({"column", "column_gathered", "head"})
 ROWS = frozenset({"row", "row_splits_input"})
 SPLIT, WHOLE = "split", "whole"
 """States of a learned value; the names of parameters stand for a function of these alone."""
-State = str | frozenset[str] | None
+SplitState = str | frozenset[str] | None
 
 
 @dataclass
@@ -31,7 +31,7 @@ class SplitValues(TorchFunctionMode):
     roles: Mapping[str, str]
     partial: set[str] = field(default_factory=set)
     """Whole parameters whose gradients are sums over ranks."""
-    _states: dict[int, tuple[Tensor, State]] = field(default_factory=dict)
+    _states: dict[int, tuple[Tensor, SplitState]] = field(default_factory=dict)
     _stack: list[str] = field(default_factory=list)
     _made_by: dict[int, str] = field(default_factory=dict)
     _columns_of: dict[int, set[str]] = field(default_factory=dict)
@@ -103,10 +103,10 @@ class SplitValues(TorchFunctionMode):
     def _inside_plan(self) -> bool:
         return any(name in self.roles for name in self._stack)
 
-    def _state(self, tensor: Tensor) -> State:
+    def _state(self, tensor: Tensor) -> SplitState:
         return self._states.get(id(tensor), (tensor, None))[1]
 
-    def _combined(self, inputs: list[Tensor]) -> State:
+    def _combined(self, inputs: list[Tensor]) -> SplitState:
         states = [state for state in map(self._state, inputs) if state]
         names = frozenset().union(*(state for state in states if isinstance(state, frozenset)))
         if SPLIT in states:

@@ -40,7 +40,7 @@ def end_without_shutdown() -> None:
     os._exit(1)
 
 
-class Task:
+class RankTask:
     """What a rank is at, for how long it may be, and for how long it was seen to be."""
 
     def __init__(self, what: str, within_s: float) -> None:
@@ -65,7 +65,7 @@ def bounded(within_s: float, message: str) -> Iterator[None]:
     done = threading.Event()
 
     def watch() -> None:
-        task = Task(message, within_s)
+        task = RankTask(message, within_s)
         while not done.wait(timeout=_TICK_S):
             if task.is_late(2 * _TICK_S):
                 end_process(message, START_EXIT_CODE)

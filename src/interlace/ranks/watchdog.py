@@ -24,7 +24,7 @@ from interlace.ranks.ending import (
     LAST_WORDS_S,
     PEER_EXIT_CODE,
     STORE_EXIT_CODE,
-    Task,
+    RankTask,
     end_process,
     end_without_shutdown,
 )
@@ -110,7 +110,7 @@ class Watchdog:
         self._heartbeats = heartbeats
         self._ring: Heartbeats | None = None
         self._rounds = 0
-        self._task: Task | None = None
+        self._task: RankTask | None = None
         self._wake = threading.Event()
         self._decided = threading.Event()
         self._main_leaves = threading.Event()
@@ -195,7 +195,7 @@ class Watchdog:
     @contextmanager
     def bounded(self, what: str, within_s: float) -> Iterator[None]:
         """Ends the run when this rank takes longer than `within_s` for `what` it does inside."""
-        self._task = Task(what, within_s)
+        self._task = RankTask(what, within_s)
         try:
             yield
         finally:

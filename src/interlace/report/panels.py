@@ -12,7 +12,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from interlace.ir.graph import COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Span, Timeline
-from interlace.report.short_spans import Piece, pieces
+from interlace.report.short_spans import DrawnPiece, pieces
 from interlace.report.theme import ALL_FAMILIES, Theme, family, tone
 from interlace.text import milliseconds, percent
 
@@ -171,7 +171,7 @@ def _draw_lane(axes: Axes, panel: Panel, row: _Row, theme: Theme) -> None:
         end_ns=panel.end_ns,
         columns=int(PLOT_IN * COLUMNS_PER_IN),
     )
-    groups: dict[tuple[bool, tuple[str, str]], list[Piece]] = {}
+    groups: dict[tuple[bool, tuple[str, str]], list[DrawnPiece]] = {}
     for piece in found:
         groups.setdefault((piece.is_whole, piece.group), []).append(piece)
     for (is_wide, group), members in sorted(groups.items(), key=lambda item: item[0]):

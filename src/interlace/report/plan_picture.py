@@ -23,7 +23,7 @@ from interlace.ir.graph import COMPUTE_LANE, Kind
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.panels import plain
 from interlace.report.plan_figures import Comparison, Figures
-from interlace.report.short_spans import Piece, pieces
+from interlace.report.short_spans import DrawnPiece, pieces
 from interlace.report.theme import FAMILIES, LIGHT, Theme
 from interlace.text import milliseconds, percent
 
@@ -173,7 +173,7 @@ def _draw_row(
         end_ns=end_ns,
         columns=int(_PLOT_IN * DOTS_PER_IN),
     )
-    groups: dict[tuple[bool, tuple[str, str]], list[Piece]] = {}
+    groups: dict[tuple[bool, tuple[str, str]], list[DrawnPiece]] = {}
     for piece in found:
         groups.setdefault((piece.is_whole, piece.group), []).append(piece)
     for (is_wide, (own, kind)), members in sorted(groups.items(), key=lambda item: item[0]):

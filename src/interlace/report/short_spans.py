@@ -20,7 +20,7 @@ _TINY = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Generic[G]):
+class DrawnPiece(Generic[G]):
     """A rectangle of a lane: one wide span, or a run of columns that show one group."""
 
     group: G
@@ -37,10 +37,10 @@ def pieces(
     end_ns: int,
     columns: int,
     wide: float = 4.0,
-) -> list[Piece[G]]:
+) -> list[DrawnPiece[G]]:
     """Rectangles for one lane's spans (each with its group) between two times."""
     width_ns = (end_ns - start_ns) / columns
-    found: list[Piece[G]] = []
+    found: list[DrawnPiece[G]] = []
     coverage: dict[G | None, NDArray[np.float64]] = {None: np.zeros(columns)}
     covered_by_wide = np.zeros(columns)
     for span, group in spans:
@@ -49,7 +49,7 @@ def pieces(
             continue
         is_wide = high - low >= wide * width_ns
         if is_wide:
-            found.append(Piece(group, low, high, True))
+            found.append(DrawnPiece(group, low, high, True))
         target = covered_by_wide if is_wide else coverage.setdefault(group, np.zeros(columns))
         _cover(target, (low - start_ns) / width_ns, (high - start_ns) / width_ns)
     narrow = sum(coverage.values())
@@ -57,7 +57,7 @@ def pieces(
     shown = _diffuse(coverage, np.flatnonzero(narrow > _TINY))
     for group, first, last in _runs(shown):
         low, high = start_ns + first * width_ns, start_ns + last * width_ns
-        found.append(Piece(group, low, high, False))
+        found.append(DrawnPiece(group, low, high, False))
     return found
 
 

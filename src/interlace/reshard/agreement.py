@@ -28,7 +28,7 @@ from interlace.reshard.layouts import MeshRanks, layout_text
 from interlace.reshard.link_rates import ASSUMED, host_name, measured_rates
 from interlace.reshard.meeting import Meeting, agreed, check_equal, open_meeting
 from interlace.reshard.planning.make_plan import make_plan
-from interlace.reshard.planning.transfer_plan import Plan
+from interlace.reshard.planning.transfer_plan import TransferPlan
 from interlace.reshard.program import Program, make_program
 from interlace.reshard.roll import Roll
 from interlace.reshard.settings import Settings
@@ -36,7 +36,7 @@ from interlace.reshard.wire import Wire
 from interlace.reshard.world import World, default_store
 
 _SHOWN_CHARACTERS = 300
-Claim = dict[str, object]
+TransferClaim = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Agreement:
     number: int
     """Of the plan, alike on all its ranks and of no other plan of the world."""
     items: Sequence[Item]
-    plan: Plan
+    plan: TransferPlan
     program: Program
     rank: int
     people: Mapping[int, ProcessIdentity]
@@ -76,7 +76,7 @@ def agree_on_moves(specs: Mapping[str, Move], settings: Settings) -> Agreement:
     meshes = [mesh for move in specs.values() for mesh in (move.src_mesh, move.dst_mesh)]
     items: list[Item] = []
 
-    def described() -> Claim:
+    def described() -> TransferClaim:
         items.extend(
             make_item(move.source(name), move.dst_mesh, move.dst_placements)
             for name, move in specs.items()
@@ -105,7 +105,7 @@ def agree_on_tensors(
         ranks = MeshRanks.of(src_mesh).ranks + MeshRanks.of(dst_mesh).ranks
     items: list[Item] = []
 
-    def placed() -> Claim:
+    def placed() -> TransferClaim:
         items.extend(
             make_item(source, dst_mesh, placements_for(source.name, dst_placements))
             for source in claimed_sources(claims)
@@ -150,9 +150,9 @@ def _agree(
     host_of = {rank: claim["host"] for rank, claim in claims.items()}
     topology = _topology(meeting, host_of, wire, device, settings)
     roll = Roll(meeting.store, meeting.rank, title)
-    made: list[tuple[Plan, Program]] = []
+    made: list[tuple[TransferPlan, Program]] = []
 
-    def planned() -> Claim:
+    def planned() -> TransferClaim:
         plan = make_plan(
             [item.spec() for item in items],
             topology,
@@ -206,7 +206,7 @@ def _topology(
     )
 
 
-def _introduction(meeting: Meeting, settings: Settings) -> Claim:
+def _introduction(meeting: Meeting, settings: Settings) -> TransferClaim:
     who = ProcessIdentity.of_this_process(dist.get_rank()).to_json()
     return {"who": who, "host": host_name(), "number": meeting.number, "name": settings.name}
 
@@ -222,11 +222,11 @@ def _check_names(claims: Mapping[int, Mapping[str, Any]]) -> None:
         )
 
 
-def _shown(text: str) -> Claim:
+def _shown(text: str) -> TransferClaim:
     return {"digest": digest(text), "shown": text[:_SHOWN_CHARACTERS]}
 
 
-def _held(tensors: Mapping[str, DTensor] | None, src_mesh: DeviceMesh | None) -> Claim:
+def _held(tensors: Mapping[str, DTensor] | None, src_mesh: DeviceMesh | None) -> TransferClaim:
     rank = dist.get_rank()
     if tensors is None:
         if src_mesh is not None and rank in MeshRanks.of(src_mesh).ranks:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from interlace.reshard.planning.layout import Box
-from interlace.reshard.planning.transfer_plan import Part, Plan, sub_boxes
+from interlace.reshard.planning.transfer_plan import Part, TransferPlan, sub_boxes
 
 ALIGNMENT_BYTES = 16
 """A view of a buffer as another dtype must begin at a multiple of its element size."""
@@ -23,7 +23,7 @@ Region = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ElementSpan:
     """Elements of one local tensor, in the row-major order of their unit slice."""
 
     tensor: int
@@ -41,7 +41,7 @@ class Span:
 class Message:
     """What one send or receive carries; `size_bytes` is the size on the wire."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[ElementSpan, ...]
     size_bytes: int
 
 
@@ -52,7 +52,7 @@ class Shards:
     sources: Sequence[Tensor | None]
     destinations: Sequence[Tensor | None]
 
-    def of(self, span: Span) -> Tensor:
+    def of(self, span: ElementSpan) -> Tensor:
         """The tensor that the span's elements are in."""
         tensor = (self.sources if span.of_source else self.destinations)[span.tensor]
         assert tensor is not None, "the plan uses a tensor that this rank does not hold"
@@ -66,9 +66,9 @@ class Boxes:
     sources: Sequence[Box | None]
     destinations: Sequence[Box | None]
 
-    def make_message(self, plan: Plan, parts: Iterable[tuple[Part, bool]]) -> Message:
+    def make_message(self, plan: TransferPlan, parts: Iterable[tuple[Part, bool]]) -> Message:
         """The message of parts, each with whether it is read from the source tensor."""
-        spans: list[Span] = []
+        spans: list[ElementSpan] = []
         end = 0
         for part, of_source in parts:
             task = plan.tasks[part.task]
@@ -80,11 +80,15 @@ class Boxes:
                 regions = (local_region(box, local) for box in sub_boxes(task.box, start, stop))
                 first = _first_of_run(task.box, local)
                 flat = None if first is None else (first + start, first + stop)
-                spans.append(Span(tensor, of_source, tuple(regions), flat, offset, end - offset))
+                spans.append(
+                    ElementSpan(tensor, of_source, tuple(regions), flat, offset, end - offset)
+                )
         return Message(tuple(spans), end)
 
 
-def split_parts(plan: Plan, parts: Iterable[Part], most_bytes: int) -> list[tuple[Part, ...]]:
+def split_parts(
+    plan: TransferPlan, parts: Iterable[Part], most_bytes: int
+) -> list[tuple[Part, ...]]:
     """Parts in their order, cut into groups that make messages of at most `most_bytes`.
 
     `most_bytes` is a positive multiple of the alignment.

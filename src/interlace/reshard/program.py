@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from interlace.reshard.messages import Boxes, Message, Region, local_region, split_parts
-from interlace.reshard.planning.transfer_plan import Part, Plan
+from interlace.reshard.planning.transfer_plan import Part, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Arrivals:
         return tuple(sorted(found))
 
 
-def make_program(plan: Plan, rank: int, *, most_bytes: int) -> Program:
+def make_program(plan: TransferPlan, rank: int, *, most_bytes: int) -> Program:
     """This rank's program. Messages above `most_bytes` are cut, by both sides alike."""
     boxes = Boxes(
         tuple(spec.source.box(rank) for spec in plan.specs),
@@ -87,7 +87,7 @@ def make_program(plan: Plan, rank: int, *, most_bytes: int) -> Program:
     return Program(operations=tuple(operations), copies=_copies(plan, rank, boxes), boxes=boxes)
 
 
-def _copies(plan: Plan, rank: int, boxes: Boxes) -> tuple[LocalCopy, ...]:
+def _copies(plan: TransferPlan, rank: int, boxes: Boxes) -> tuple[LocalCopy, ...]:
     found = []
     for copy in plan.copies:
         if copy.rank != rank:

@@ -13,7 +13,7 @@ from interlace.reshard.handle import Handle, ending_on_error
 from interlace.reshard.inputs import Move, Placements, PlacementsOf, check_planned
 from interlace.reshard.peers import Peers
 from interlace.reshard.planning.describe import describe
-from interlace.reshard.planning.transfer_plan import Plan
+from interlace.reshard.planning.transfer_plan import TransferPlan
 from interlace.reshard.roll import fresh
 from interlace.reshard.settings import Settings
 from interlace.reshard.watch import TransferWatch
@@ -77,7 +77,7 @@ class ReshardPlan:
         self._handle: weakref.ref[Handle] | None = None
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TransferPlan:
         """What moves in which order, its predicted time and the lower bound."""
         return self._agreement.plan
 

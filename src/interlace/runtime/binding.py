@@ -23,7 +23,7 @@ _CELL = re.compile(r"^loss_fn\.__closure__\[(\d+)\]\.cell_contents")
 _NO_ENTRY = re.compile(r"^not ___dict_contains\('(\w+)', (.*)\.__dict__\)$")
 
 
-class Binding:
+class ModuleBinding:
     """What a step was compiled for."""
 
     def __init__(self, root: nn.Module, reads: Reads, device: torch.device) -> None:

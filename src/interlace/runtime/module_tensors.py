@@ -23,7 +23,7 @@ _local_part, _layout = map(attrgetter, LOCAL_PARTS)
 _hooks = attrgetter(*GRADIENT_HOOKS)
 
 
-class Slot(NamedTuple):
+class TensorPlace(NamedTuple):
     """A place of a tensor in a module."""
 
     name: str
@@ -46,14 +46,14 @@ class ModuleTensors:
         self._look()
 
     def _look(self) -> None:
-        self._slots: list[Slot] = []
+        self._slots: list[TensorPlace] = []
         tables: list[tuple[str, str, dict[str, Tensor | None]]] = []
         for path, module in self._root.named_modules():
             prefix = f"{path}." if path else ""
             _, parameters, buffers = entries_of(module)
             tables += [(prefix, "parameter", parameters), (prefix, "buffer", buffers)]
         for prefix, role, table in tables:
-            self._slots += [Slot(prefix + key, role, table, key) for key in table]
+            self._slots += [TensorPlace(prefix + key, role, table, key) for key in table]
         self._empty = [table for *_, table in tables if not table]
         self._filled = [table for *_, table in tables if table]
         self._values = list(chain.from_iterable(map(dict.values, self._filled)))

@@ -28,7 +28,7 @@ from interlace.search.slow_bounds import contention_bound_ns
 GRID = 3000
 """Steps along each job: the bound loses at most one step per task, some tenths of a per cent."""
 
-Task = tuple[str, int]
+JobTask = tuple[str, int]
 """(link or compute lane, ns)."""
 
 
@@ -114,14 +114,14 @@ class _Reach:
             bounds.append(_jackson_ns(tasks))
         return bounds
 
-    def chain(self, job: Sequence[Operator]) -> list[Task]:
+    def chain(self, job: Sequence[Operator]) -> list[JobTask]:
         """Tasks of one job that can only run one after the other."""
         own = {self.number[op.id] for op in job}
         collectives = [i for i in self.collectives if i in own]
         if not collectives:
             return []
         chain = self._heaviest_chain(collectives)
-        tasks: list[Task] = []
+        tasks: list[JobTask] = []
         for index, i in enumerate(chain):
             between = self.after[:, self.column[i]]
             if index:
@@ -171,7 +171,7 @@ def _jackson_ns(tasks: list[tuple[int, int, int]]) -> int:
     return length
 
 
-def _two_jobs_ns(first: list[Task], second: list[Task]) -> int:
+def _two_jobs_ns(first: list[JobTask], second: list[JobTask]) -> int:
     total = max(sum(ns for _, ns in first), sum(ns for _, ns in second))
     if not total:
         return total
@@ -190,7 +190,7 @@ def _two_jobs_ns(first: list[Task], second: list[Task]) -> int:
     return max(total, int(cost[-1]) * step)
 
 
-def _on_grid(tasks: list[Task], lanes: list[str], step: int) -> np.ndarray:
+def _on_grid(tasks: list[JobTask], lanes: list[str], step: int) -> np.ndarray:
     """The lane that a job wants in each step of its own time, rounded down task by task."""
     counts = [ns // step for _, ns in tasks]
     return np.repeat([lanes.index(lane) for lane, _ in tasks], counts)

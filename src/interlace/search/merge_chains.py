@@ -17,14 +17,14 @@ from itertools import accumulate
 from interlace.search.chains import Chain
 from interlace.search.job_memory import Room
 
-Times = tuple[int, ...]
+LaneTimes = tuple[int, ...]
 FILLER = 2
 """Turns: 0 and 1 are the chains' next pieces, 2 and 3 their next fillers."""
 
 
 @dataclass(slots=True)
 class _State:
-    times: Times
+    times: LaneTimes
     """Compute lane, links, then live collectives of the first and of the second chain. A time that
     has passed is given as that of the compute lane."""
     filled: tuple[int, int]

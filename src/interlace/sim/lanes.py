@@ -23,7 +23,7 @@ _DONE_NS = 1e-3
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class RunningTransfer:
     """One collective under way; times in ns, work in ns at full speed."""
 
     op: Operator
@@ -43,13 +43,13 @@ class Rank:
         self.factors = contention.factors if contention else {}
         self.links = contention.links if contention else {}
         self.now = 0.0
-        self.queues: dict[str, deque[Transfer]] = {}
-        self.log: list[Span | Transfer] = []
+        self.queues: dict[str, deque[RunningTransfer]] = {}
+        self.log: list[Span | RunningTransfer] = []
 
-    def collective(self, op: Operator, ns: int, strand: str, micro_batch: int) -> Transfer:
+    def collective(self, op: Operator, ns: int, strand: str, micro_batch: int) -> RunningTransfer:
         """Issue a collective, which holds the compute lane for `issue_ns`."""
         queue = self.queues.setdefault(op.lane, deque())
-        transfer = Transfer(op, strand, micro_batch, float(ns), self.now, self.now)
+        transfer = RunningTransfer(op, strand, micro_batch, float(ns), self.now, self.now)
         queue.append(transfer)
         self.log.append(transfer)
         if self.issue_ns:
@@ -60,14 +60,14 @@ class Rank:
         """Run a compute operator to its end."""
         self._compute_lane(op, op.kind, ns, strand, micro_batch)
 
-    def wait(self, transfers: Iterable[Transfer]) -> None:
+    def wait(self, transfers: Iterable[RunningTransfer]) -> None:
         """Idle until all of them are over."""
         for transfer in transfers:
             begin = self.now
             self._idle_until(transfer)
             self._log(transfer.op.id, WAIT, begin, transfer.strand, transfer.micro_batch)
 
-    def in_flight(self) -> list[Transfer]:
+    def in_flight(self) -> list[RunningTransfer]:
         """Collectives that are not over, lane by lane in issue order."""
         return [transfer for queue in self.queues.values() for transfer in queue]
 
@@ -77,7 +77,9 @@ class Rank:
         for transfer in self.in_flight():
             self._idle_until(transfer)
         self._log("end", WAIT, begin, "", 0)
-        return tuple(_span(each) if isinstance(each, Transfer) else each for each in self.log)
+        return tuple(
+            _span(each) if isinstance(each, RunningTransfer) else each for each in self.log
+        )
 
     def _compute_lane(
         self, op: Operator, kind: Kind | None, ns: int, strand: str, micro_batch: int
@@ -92,12 +94,12 @@ class Rank:
         ends = (round(begin), round(self.now))
         self.log.append(Span(op.id, op.kind, COMPUTE_LANE, *ends, strand, micro_batch))
 
-    def _idle_until(self, transfer: Transfer) -> None:
+    def _idle_until(self, transfer: RunningTransfer) -> None:
         while transfer.end < 0:
             heads = self._heads()
             self._step(None, heads, min(t.left * self._slow(None, t, heads) for t in heads))
 
-    def _step(self, kind: Kind | None, heads: list[Transfer], step: float) -> None:
+    def _step(self, kind: Kind | None, heads: list[RunningTransfer], step: float) -> None:
         """Let `step` ns pass, in which nothing starts and nothing ends before the end."""
         slow = [self._slow(kind, transfer, heads) for transfer in heads]
         self.now += step
@@ -116,13 +118,15 @@ class Rank:
         if end > start:
             self.log.append(Span(name, kind, COMPUTE_LANE, start, end, strand, micro_batch))
 
-    def _heads(self) -> list[Transfer]:
+    def _heads(self) -> list[RunningTransfer]:
         return [queue[0] for queue in self.queues.values() if queue]
 
-    def _factors(self, kind: Kind | None, transfer: Transfer) -> tuple[float, float]:
+    def _factors(self, kind: Kind | None, transfer: RunningTransfer) -> tuple[float, float]:
         return self.factors.get((kind, transfer.op.kind), (1.0, 1.0)) if kind else (1.0, 1.0)
 
-    def _slow(self, kind: Kind | None, transfer: Transfer, heads: list[Transfer]) -> float:
+    def _slow(
+        self, kind: Kind | None, transfer: RunningTransfer, heads: list[RunningTransfer]
+    ) -> float:
         """How much longer than alone this transfer takes at the moment."""
         factor = self._factors(kind, transfer)[1]
         link = self.links.get(transfer.op.lane)
@@ -131,7 +135,7 @@ class Rank:
         return factor * sum(self.links.get(other.op.lane) == link for other in heads)
 
 
-def _span(transfer: Transfer) -> Span:
+def _span(transfer: RunningTransfer) -> Span:
     op = transfer.op
     return Span(
         op.id,
@@ -159,7 +163,7 @@ def simulate(
     """The timeline of `order`. `issue_ns` is the compute lane's time to start a collective; after
     each operator in `barriers` the rank waits for everything in flight."""
     rank = Rank(issue_ns, contention)
-    flying: dict[str, Transfer] = {}
+    flying: dict[str, RunningTransfer] = {}
     stops = frozenset(barriers)
     for name in order:
         op = graph.by_id[name]

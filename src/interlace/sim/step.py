@@ -13,7 +13,7 @@ from interlace.ir.phases import phase_graph
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
 from interlace.schedules.finder import Schedule, find
-from interlace.sim.lanes import Rank, Transfer
+from interlace.sim.lanes import Rank, RunningTransfer
 
 _Across = dict[tuple[str, str], list[tuple[str, str]]]
 """(graph, operator) -> the operators of other graphs of its micro-batch that it waits for."""
@@ -37,7 +37,7 @@ def simulate_step(
     times = {name: costs.of(graph) for name, graph in graphs.items()}
     across = _across(of_phase) | _between_chunks(graphs)
     rank = Rank(costs.issue_ns, costs.contention)
-    flying: dict[tuple[str, int, str], Transfer] = {}
+    flying: dict[tuple[str, int, str], RunningTransfer] = {}
     for slot, name, stop in _operators(plan, actions):
         graph, index = slot.strand.graph, slot.micro_batch
         op = graphs[graph].by_id[name]

@@ -9,7 +9,7 @@ slowest rank's medians decide, so that all ranks decide alike.
 from dataclasses import dataclass, field
 from statistics import median
 
-from interlace.config import RunConfig, Strands, tries_fallback
+from interlace.config import RunConfig, StrandsChoice, tries_fallback
 from interlace.ranks.small_collectives import largest
 
 MARGIN = 1.01
@@ -17,7 +17,7 @@ MARGIN = 1.01
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrialVerdict:
     """Medians of the slowest rank, without the first step of each, which warms up."""
 
     two_strands_ns: int
@@ -45,8 +45,8 @@ class Trial:
     """Which way to run the next step, and what the steps so far took."""
 
     config: RunConfig
-    mode: Strands
-    _taken: dict[Strands, list[int]] = field(default_factory=lambda: {"2": [], "1": []})
+    mode: StrandsChoice
+    _taken: dict[StrandsChoice, list[int]] = field(default_factory=lambda: {"2": [], "1": []})
 
     @property
     def running(self) -> bool:
@@ -54,13 +54,13 @@ class Trial:
         wanted = self.config.plan.trial_steps
         return tries_fallback(self.config) and len(self._taken["1"]) < wanted + 1
 
-    def next_mode(self) -> Strands:
+    def next_mode(self) -> StrandsChoice:
         """Two strands and one strand in turn, then whatever won."""
         if not self.running:
             return self.mode
         return "1" if len(self._taken["2"]) > len(self._taken["1"]) else "2"
 
-    def add(self, mode: Strands, step_ns: int) -> Verdict | None:
+    def add(self, mode: StrandsChoice, step_ns: int) -> TrialVerdict | None:
         """Take note of a step; after the last one of the trial, the verdict. Collective then."""
         if not self.running:
             return None
@@ -68,6 +68,6 @@ class Trial:
         if self.running:
             return None
         slowest = largest({way: median(taken[1:]) for way, taken in self._taken.items()})
-        verdict = Verdict(slowest["2"], slowest["1"], self.config.plan.trial_steps)
+        verdict = TrialVerdict(slowest["2"], slowest["1"], self.config.plan.trial_steps)
         self.mode = "2" if verdict.keeps_plan else "1"
         return verdict

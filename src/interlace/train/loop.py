@@ -19,7 +19,7 @@ from interlace.checkpoint.request import (
     was_cut_off,
 )
 from interlace.claims import RESTART_WAIT_S, WAIT_S, Claims, new_token
-from interlace.config import RunConfig, Strands
+from interlace.config import RunConfig, StrandsChoice
 from interlace.errors import InputError, RunError
 from interlace.hardware.devices import peak_flops
 from interlace.ir import store
@@ -166,7 +166,7 @@ class Trainer:
         say(session, step_line({**values, "steps": config.train.steps}))
         self._judge(mode, step_ns)
 
-    def _judge(self, mode: Strands, step_ns: int) -> None:
+    def _judge(self, mode: StrandsChoice, step_ns: int) -> None:
         verdict = self.trial.add(mode, step_ns)
         if verdict is not None:
             self.write(

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from interlace.compiled import Compilation, Draws, Settings
+from interlace.compiled import Compilation, Draws, StepSettings
 from interlace.config import Mode, RunConfig, modes_of
 from interlace.data.batches import open_dataset
 from interlace.decompose.rewrite.apply import Decompose
@@ -112,7 +112,7 @@ def _trace(session: Session, example: Batch, *, strands: int, plain: bool = Fals
     whole = isinstance(session.engines.get("eager"), EagerEngine)
     if data is not None and data.gathers_each and not whole:
         weights.drop_whole()
-    settings = Settings(
+    settings = StepSettings(
         plan=config.plan,
         overlap=config.overlap,
         limits=memory_limits(config, weights.module, data),

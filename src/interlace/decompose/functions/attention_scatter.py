@@ -29,7 +29,7 @@ from interlace.decompose.attention_rows import attend_rows, attend_rows_backward
 from interlace.decompose.functions.arguments import check_alike, scatter_order
 from interlace.decompose.functions.loops import gather_slices, scatter_slices
 from interlace.decompose.functions.weight_gradient import GradientSum
-from interlace.decompose.order import Order, Part
+from interlace.decompose.order import Order, RowPart
 from interlace.errors import InputError
 
 
@@ -105,7 +105,7 @@ class _QuerySplit(Function):
         q, k, v = (_with_dense_heads(x) for x in (q, k, v))
         qkv = (_heads_first(q), _heads_first(k), _heads_first(v))
 
-        def compute(part: Part, out: Tensor) -> None:
+        def compute(part: RowPart, out: Tensor) -> None:
             rows, rows_lse = attend_rows(*qkv, part.start, part.stop, causal=causal)
             place = mixed[part.start : part.stop]
             place.copy_(_sequence_first(rows))
@@ -128,7 +128,7 @@ class _QuerySplit(Function):
         of_weight = GradientSum(out_weight) if ctx.needs_input_grad[3] else None
         qkv = (_heads_first(q), _heads_first(k), _heads_first(v))
 
-        def compute(part: Part, values: Tensor) -> None:
+        def compute(part: RowPart, values: Tensor) -> None:
             arrived, rows = values.flatten(0, 1), slice(part.start, part.stop)
             d_mixed = (arrived @ out_weight).view(part.rows, *q.shape[1:])
             of_rows = attend_rows_backward(

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from interlace.decompose.functions.arguments import check_matmul, gather_order, is_differentiated
 from interlace.decompose.functions.loops import gather_slices, scatter_slices, waits
 from interlace.decompose.functions.weight_gradient import GradientSum, fill
-from interlace.decompose.order import Order, Part
+from interlace.decompose.order import Order, RowPart
 
 
 @overload
@@ -89,7 +89,7 @@ class _GatherMatmul(Function):
         gathered = x.new_empty((order.total, x.shape[1])) if keep else None
         outs = tuple(x.new_empty((order.total, weight.shape[0])) for weight in weights)
 
-        def compute(part: Part, values: Tensor) -> None:
+        def compute(part: RowPart, values: Tensor) -> None:
             for weight, out in zip(weights, outs, strict=True):
                 torch.mm(values, weight.t(), out=out[part.start : part.stop])
 
@@ -127,7 +127,7 @@ def _scatter_input_gradient(
     order: Order = ctx.order
     dx = weights[0].new_empty((order.own.rows, weights[0].shape[1]))
 
-    def compute(part: Part, out: Tensor) -> None:
+    def compute(part: RowPart, out: Tensor) -> None:
         first, *others = [grad[part.start : part.stop] for grad in grads]
         torch.mm(first, weights[0], out=out)
         for grad, weight in zip(others, weights[1:], strict=True):
@@ -145,7 +145,7 @@ def _gather_again(
         return []
     sums = [GradientSum(weight) for weight in weights]
 
-    def compute(part: Part, values: Tensor) -> None:
+    def compute(part: RowPart, values: Tensor) -> None:
         for one, grad in zip(sums, grads, strict=True):
             one.add(grad[part.start : part.stop], values)
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Message(NamedTuple):
+class PeerMessage(NamedTuple):
     """A contiguous tensor that goes to, or comes from, rank `peer` of the group."""
 
     tensor: Tensor
@@ -27,7 +27,9 @@ class Link:
         self._receiving: dict[Hashable, list[dist.Work]] = {}
         self._sending: dict[Hashable, list[dist.Work]] = {}
 
-    def start(self, key: Hashable, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def start(
+        self, key: Hashable, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage]
+    ) -> None:
         """Starts all of them at once; empty tensors are neither sent nor received."""
         arriving = [self._operation(dist.irecv, x) for x in receives if x.tensor.numel()]
         leaving = [self._operation(dist.isend, x) for x in sends if x.tensor.numel()]
@@ -55,5 +57,5 @@ class Link:
         for key in list(self._sending):
             self.sent(key)
 
-    def _operation(self, call: object, message: Message) -> dist.P2POp:
+    def _operation(self, call: object, message: PeerMessage) -> dist.P2POp:
         return dist.P2POp(call, message.tensor, group=self._group, group_peer=message.peer)  # type: ignore[arg-type]

@@ -17,10 +17,10 @@ from itertools import product
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.decompose.functions.exchange import Link, Message
-from interlace.decompose.order import Order, Part
+from interlace.decompose.functions.exchange import Link, PeerMessage
+from interlace.decompose.order import Order, RowPart
 
-Compute = Callable[[Part, Tensor], None]
+Compute = Callable[[RowPart, Tensor], None]
 
 
 def gather_slices(
@@ -65,8 +65,8 @@ def gather_slices(
             held = 0 if order.straight else step
             link.start(
                 (step, piece),
-                [Message(values(held, lane, piece), hops[lane].to) for lane in lanes],
-                [Message(values(step + 1, lane, piece), hops[lane].source) for lane in lanes],
+                [PeerMessage(values(held, lane, piece), hops[lane].to) for lane in lanes],
+                [PeerMessage(values(step + 1, lane, piece), hops[lane].source) for lane in lanes],
             )
         for lane in lanes:
             part = order.gathered(step, lane, piece)
@@ -142,8 +142,8 @@ def _scatter_ring(
             hops = [order.hop(step, lane) for lane in lanes]
             link.start(
                 (step, piece),
-                [Message(partial(step, lane, piece), hops[lane].to) for lane in lanes],
-                [Message(arriving(step + 1, lane, piece), hops[lane].source) for lane in lanes],
+                [PeerMessage(partial(step, lane, piece), hops[lane].to) for lane in lanes],
+                [PeerMessage(arriving(step + 1, lane, piece), hops[lane].source) for lane in lanes],
             )
     _exhaust(filler)
     link.finish()
@@ -182,7 +182,10 @@ def _scatter_straight(
         if step < last:
             hop = order.hop(step, 0)
             arriving = landing[piece][: stop - start] if step else total
-            sends, receives = Message(partial(step, piece), hop.to), Message(arriving, hop.source)
+            sends, receives = (
+                PeerMessage(partial(step, piece), hop.to),
+                PeerMessage(arriving, hop.source),
+            )
             link.start((step, piece), [sends], [receives])
         else:
             total.add_(partial(step, piece))

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from interlace.decompose.functions.arguments import check_matmul, rank_and_ranks, scatter_order
 from interlace.decompose.functions.loops import gather_slices, scatter_slices
 from interlace.decompose.functions.weight_gradient import GradientSum
-from interlace.decompose.order import Order, Part, cut
+from interlace.decompose.order import Order, RowPart, cut
 
 
 def matmul_scatter(
@@ -91,7 +91,7 @@ class _MatmulScatter(Function):
         dx = x.new_empty(x.shape) if needs_x else None
         dw = GradientSum(weight) if needs_weight else None
 
-        def compute(part: Part, values: Tensor) -> None:
+        def compute(part: RowPart, values: Tensor) -> None:
             if dx is not None:
                 torch.mm(values, weight, out=dx[part.start : part.stop])
             if dw is not None:
@@ -127,7 +127,7 @@ class _MatmulReduce(Function):
 def _multiply_and_scatter(
     x: Tensor, weight: Tensor, result: Tensor, order: Order, group: dist.ProcessGroup | None
 ) -> None:
-    def compute(part: Part, out: Tensor) -> None:
+    def compute(part: RowPart, out: Tensor) -> None:
         torch.mm(x[part.start : part.stop], weight.t(), out=out)
 
     scatter_slices(result, order, group, compute)

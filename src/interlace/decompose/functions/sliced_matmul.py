@@ -21,11 +21,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from interlace.decompose.functions.arguments import check_matmul, rank_and_ranks
-from interlace.decompose.order import Part, cut
+from interlace.decompose.order import RowPart, cut
 from interlace.errors import InputError
 from interlace.graphs import collectives
 
-Exchange = Literal["reduce_scatter", "all_to_all"]
+ReduceExchange = Literal["reduce_scatter", "all_to_all"]
 """How slices are reduced. gloo's reduce-scatter is an all-reduce inside, of twice the bytes; an
 all-to-all followed by a sum on the owner moves the (n - 1) / n of a true reduce-scatter."""
 
@@ -37,7 +37,7 @@ class _Way:
     group: str
     ranks: int
     slices: int
-    exchange: Exchange
+    exchange: ReduceExchange
 
 
 def sliced_gather_matmul(
@@ -46,7 +46,7 @@ def sliced_gather_matmul(
     group: dist.ProcessGroup | None = None,
     *,
     slices: int,
-    exchange: Exchange = "reduce_scatter",
+    exchange: ReduceExchange = "reduce_scatter",
 ) -> Tensor | list[Tensor]:
     """x [R, ..., K] of all ranks, joined along dim 0, times weights [D, K] transposed:
     [n R, ..., D] each; a list of weights gives a list. R must be the same on all ranks.
@@ -68,7 +68,7 @@ def sliced_matmul_scatter(
     group: dist.ProcessGroup | None = None,
     *,
     slices: int,
-    exchange: Exchange = "reduce_scatter",
+    exchange: ReduceExchange = "reduce_scatter",
 ) -> Tensor:
     """x [n R, ..., K] times weight [D, K] transposed, summed over ranks: this rank's [R, ..., D].
 
@@ -87,11 +87,14 @@ def sliced_matmul_scatter(
     return cast("Tensor", _MatmulScatter.apply(way, x, weight))
 
 
-def _way(group: dist.ProcessGroup | None, slices: int, exchange: Exchange, *, rows: int) -> _Way:
+def _way(
+    group: dist.ProcessGroup | None, slices: int, exchange: ReduceExchange, *, rows: int
+) -> _Way:
     _, ranks = rank_and_ranks(group)
-    if exchange not in get_args(Exchange):
+    if exchange not in get_args(ReduceExchange):
         raise InputError(
-            f"unknown exchange {exchange!r}", hint="set it to " + " or ".join(get_args(Exchange))
+            f"unknown exchange {exchange!r}",
+            hint="set it to " + " or ".join(get_args(ReduceExchange)),
         )
     if not 1 <= slices <= rows:
         raise InputError(
@@ -112,7 +115,7 @@ def _gather_form(
     outputs = tuple(x.new_empty((*shape, weight.shape[1])) for weight in weights)
     parts = cut(x.shape[0], way.slices)
 
-    def gather(part: Part) -> collectives.Pending:
+    def gather(part: RowPart) -> collectives.Pending:
         return collectives.all_gather(x[part.start : part.stop], way.ranks, way.group)
 
     arriving = gather(parts[0])
@@ -128,7 +131,7 @@ def _gather_form(
     return outputs, gathered
 
 
-def _slice_of(whole: Tensor, part: Part, way: _Way) -> Tensor:
+def _slice_of(whole: Tensor, part: RowPart, way: _Way) -> Tensor:
     """Rows `part` of each rank, [n, r, ...], of a tensor with the rows of all ranks."""
     return whole.unflatten(0, (way.ranks, -1))[:, part.start : part.stop]
 

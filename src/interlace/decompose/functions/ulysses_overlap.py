@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from interlace.decompose.attention_rows import attend_rows, attend_rows_backward
 from interlace.decompose.functions.arguments import check_alike, gather_order, rank_and_ranks
-from interlace.decompose.functions.exchange import Link, Message
-from interlace.decompose.order import Order, Part
+from interlace.decompose.functions.exchange import Link, PeerMessage
+from interlace.decompose.order import Order, RowPart
 from interlace.errors import InputError
 
 
@@ -81,8 +81,8 @@ class _Ulysses(Function):
                 rows.copy_(_rows_first(out))
             if step < last:
                 hop = order.hop(step, 0)
-                arriving = Message(_own_rows(found[hop.source], order, piece), hop.source)
-                link.start((step, piece), [Message(rows, hop.to)], [arriving])
+                arriving = PeerMessage(_own_rows(found[hop.source], order, piece), hop.source)
+                link.start((step, piece), [PeerMessage(rows, hop.to)], [arriving])
             else:
                 _own_rows(found[order.rank], order, piece).copy_(rows)
         link.finish()
@@ -113,8 +113,8 @@ class _Ulysses(Function):
             if step < last:
                 hop = order.hop(step, 0)
                 rows = order.gathered(step + 1, 0, piece).rows
-                next_grad = Message(landing[step % 2][piece][:rows], hop.source)
-                mine = Message(_own_rows(leaving[hop.to], order, piece), hop.to)
+                next_grad = PeerMessage(landing[step % 2][piece][:rows], hop.source)
+                mine = PeerMessage(_own_rows(leaving[hop.to], order, piece), hop.to)
                 link.start(("grad", step, piece), [mine], [next_grad])
             dq = dq_LBhE[part.start : part.stop]
             if part.rows:
@@ -123,14 +123,14 @@ class _Ulysses(Function):
                 _own_rows(arrived[order.rank], order, piece).copy_(dq)
             else:
                 hop = order.hop(step - 1, 0)  # brought the slice, whose gradient goes back
-                back = Message(_own_rows(arrived[hop.to], order, piece), hop.to)
-                link.start(("dq", step, piece), [Message(dq, hop.source)], [back])
+                back = PeerMessage(_own_rows(arrived[hop.to], order, piece), hop.to)
+                link.start(("dq", step, piece), [PeerMessage(dq, hop.source)], [back])
         dk, dv = _to_rows([_rows_first(x).to(grad_SBHE.dtype) for x in dkv], order, ctx.group)
         link.finish()
         return _join_heads(arrived), dk, dv, None, None, None
 
 
-def _query_gradient(ctx: Any, part: Part, grad_RBhE: Tensor, dkv: Sequence[Tensor]) -> Tensor:
+def _query_gradient(ctx: Any, part: RowPart, grad_RBhE: Tensor, dkv: Sequence[Tensor]) -> Tensor:
     """The gradient [R, B, h, E] of the queries of `part`; adds to those of keys and values."""
     *qkv, out_LBhE, lse_BhL = ctx.saved_tensors
     q, k, v = (_heads_first(x) for x in qkv)

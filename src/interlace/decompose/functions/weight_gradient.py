@@ -10,7 +10,7 @@ from torch import Tensor
 
 from interlace.decompose.functions.arguments import check_alike, scatter_order
 from interlace.decompose.functions.loops import scatter_slices
-from interlace.decompose.order import Part, cut
+from interlace.decompose.order import RowPart, cut
 from interlace.errors import InputError
 
 
@@ -80,7 +80,7 @@ def scatter_gradient(
     grad, samples = dy.flatten(0, -2), x.flatten(0, -2)
     result = grad.new_empty((order.own.rows, samples.shape[1]))
 
-    def compute(part: Part, out: Tensor) -> None:
+    def compute(part: RowPart, out: Tensor) -> None:
         torch.mm(grad[:, part.start : part.stop].t(), samples, out=out)
 
     scatter_slices(result, order, group, compute)

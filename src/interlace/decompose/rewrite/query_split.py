@@ -44,7 +44,7 @@ _RANDOM_STATE = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attention:
+class AttentionKernel:
     """An attention kernel whose output is all that a projection reads."""
 
     kernel: fx.Node
@@ -81,7 +81,7 @@ def find_attention(
         if site.kind != "matmul_scatter":
             continue
         match = match_attention(_node(strand, site.collective))
-        if isinstance(match, Attention):
+        if isinstance(match, AttentionKernel):
             flops = site.flops + match.flops // site.ranks
             found.append(replace(site, kind="attention_scatter", flops=flops))
             continue
@@ -97,7 +97,7 @@ def find_attention(
     return found, missed
 
 
-def match_attention(collective: fx.Node) -> Attention | str:
+def match_attention(collective: fx.Node) -> AttentionKernel | str:
     """The attention before the projection that a collective sums up, or why there is none."""
     match = match_site(collective)
     if isinstance(match, str):
@@ -118,7 +118,7 @@ def match_attention(collective: fx.Node) -> Attention | str:
 
 def _match_kernel(
     kernel: fx.Node, chain: tuple[fx.Node, ...], order: list[int], matmul: fx.Node
-) -> Attention | str:
+) -> AttentionKernel | str:
     if kernel.target not in _KERNELS or chain[0].args[1] != 0:
         return f"{kernel.target} is not known to the pass"
     names = [argument.name for argument in kernel.target._schema.arguments]  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ def _match_kernel(
     reason = _read_early(kernel, chain, matmul)
     if reason:
         return reason
-    return Attention(
+    return AttentionKernel(
         kernel=kernel,
         query=query,
         key=key,
@@ -195,7 +195,7 @@ def rewrite_attention(
     """
     collective = _node(strand, site.collective)
     match = match_attention(collective)
-    assert isinstance(match, Attention), f"{site.collective} has no attention: {match}"
+    assert isinstance(match, AttentionKernel), f"{site.collective} has no attention: {match}"
     for track in cut_rows(site.rows, pieces, variant):
         if track.first % match.batch or track.rows % match.batch:
             raise InputError(
@@ -220,7 +220,7 @@ def rewrite_attention(
 class _Buffers:
     """The memory that the slices of an attention fill, and what is read of it."""
 
-    def __init__(self, writer: GraphWriter, attention: Attention, first: fx.Node) -> None:
+    def __init__(self, writer: GraphWriter, attention: AttentionKernel, first: fx.Node) -> None:
         self.writer, self.attention = writer.at(first), attention
         query, self.lse = attention.query, None
         batch, heads, length, size = query.meta["val"].shape

@@ -118,13 +118,13 @@ def _gather_direct(
         current = sent
 
 
-Compute = Callable[[int, int, fx.Node | None], fx.Node]
+ComputeRows = Callable[[int, int, fx.Node | None], fx.Node]
 """(first row, rows, where to) -> this rank's share of the sum of those rows, in memory of its own
 or in that which is given."""
 
 
 def scatter_slices(
-    writer: GraphWriter, compute: Compute, route: Route, result: fx.Node | None
+    writer: GraphWriter, compute: ComputeRows, route: Route, result: fx.Node | None
 ) -> list[fx.Node]:
     """Compute the slices of all ranks, own ones last, and send them to their owners under compute:
     this rank's rows of the sum, one value per track, written into `result` if that is given."""
@@ -137,7 +137,7 @@ def scatter_slices(
 
 
 def _scatter_ring(
-    writer: GraphWriter, compute: Compute, route: Route, parts: list[fx.Node | None]
+    writer: GraphWriter, compute: ComputeRows, route: Route, parts: list[fx.Node | None]
 ) -> list[fx.Node]:
     sent: list[fx.Node] = []
     results: list[fx.Node] = []
@@ -159,7 +159,7 @@ def _scatter_ring(
 
 
 def _scatter_direct(
-    writer: GraphWriter, compute: Compute, route: Route, parts: list[fx.Node | None]
+    writer: GraphWriter, compute: ComputeRows, route: Route, parts: list[fx.Node | None]
 ) -> list[fx.Node]:
     """What arrives is added up as it comes, and to the own slice at the end."""
     sums: list[fx.Node | None] = [None] * len(parts)

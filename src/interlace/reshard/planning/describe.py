@@ -1,14 +1,14 @@
 """A plan as text."""
 
 from interlace.reshard.planning.ends import Links
-from interlace.reshard.planning.transfer_plan import Plan, Task
+from interlace.reshard.planning.transfer_plan import Task, TransferPlan
 
 LINES = 12
 """Tasks and hosts shown, the largest first."""
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: TransferPlan) -> str:
     """Tasks, senders, order, bytes per link, predicted time and lower bound."""
     whole = sum(_task_bytes(plan, task) for task in plan.tasks)
     moved = sum(plan.transfer_bytes(transfer) for transfer in plan.transfers)
@@ -23,7 +23,7 @@ def describe(plan: Plan) -> str:
     return "\n".join([*head, *_tasks(plan), *_links(plan), f"plan {plan.digest[:16]}"])
 
 
-def _tasks(plan: Plan) -> list[str]:
+def _tasks(plan: TransferPlan) -> list[str]:
     size = [_task_bytes(plan, task) for task in plan.tasks]
     used: dict[int, dict[int, int]] = {}
     for transfer in plan.transfers:
@@ -46,7 +46,7 @@ def _tasks(plan: Plan) -> list[str]:
     return lines
 
 
-def _links(plan: Plan) -> list[str]:
+def _links(plan: TransferPlan) -> list[str]:
     links = Links(plan.topology)
     out, into, inside = ([0] * len(plan.topology.hosts) for _ in range(3))
     for transfer in plan.transfers:
@@ -66,7 +66,7 @@ def _links(plan: Plan) -> list[str]:
     ]
 
 
-def _task_bytes(plan: Plan, task: Task) -> int:
+def _task_bytes(plan: TransferPlan, task: Task) -> int:
     return task.elements * plan.specs[task.tensors[0]].itemsize
 
 

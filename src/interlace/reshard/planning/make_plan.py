@@ -10,9 +10,9 @@ from interlace.reshard.planning.bounds import lower_bound_ns
 from interlace.reshard.planning.chunking import Cutter, check_count, default_chunk_bytes
 from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.layout import Layout
-from interlace.reshard.planning.resharding_problem import BALANCED, Problem
+from interlace.reshard.planning.resharding_problem import BALANCED, ReshardingProblem
 from interlace.reshard.planning.tasks import make_bundles, make_tasks
-from interlace.reshard.planning.transfer_plan import ORDERS, STRATEGIES, Plan, TensorSpec
+from interlace.reshard.planning.transfer_plan import ORDERS, STRATEGIES, TensorSpec, TransferPlan
 
 FEW = 5_000
 """Up to so many messages `auto` makes other plans too: sending directly, which saves the hops'
@@ -34,7 +34,7 @@ def make_plan(
     chunk_bytes: int | None = None,
     time_limit_s: float = 1.0,
     seed: int = 0,
-) -> Plan:
+) -> TransferPlan:
     """How these tensors move; the same on every rank for the same inputs.
 
     `chunk_bytes` bounds a message; without it messages are small against the busiest port's load,
@@ -48,7 +48,7 @@ def make_plan(
     links = Links(topology)
     size = chunk_bytes or default_chunk_bytes(bundles, links)
     check_count(bundles, size, given=chunk_bytes is not None)
-    problem = Problem(
+    problem = ReshardingProblem(
         specs=specs,
         topology=topology,
         tasks=tasks,
@@ -85,7 +85,9 @@ def _check(
             )
 
 
-def _plans(problem: Problem, strategy: str, order: str, limit_s: float) -> list[Plan]:
+def _plans(
+    problem: ReshardingProblem, strategy: str, order: str, limit_s: float
+) -> list[TransferPlan]:
     """The plan that was asked for; with `auto` others as well."""
     way = "broadcast" if strategy == "auto" else strategy
     plans = [problem.plan(way, BALANCED if order == "auto" else order, limit_s)]
@@ -98,14 +100,14 @@ def _plans(problem: Problem, strategy: str, order: str, limit_s: float) -> list[
     return plans
 
 
-def _best(problem: Problem, plans: Sequence[Plan]) -> Plan:
+def _best(problem: ReshardingProblem, plans: Sequence[TransferPlan]) -> TransferPlan:
     """The fastest; of those that are `CLOSE` the one with the fewest connections."""
     longest_ns = (1 + CLOSE) * min(plan.predicted_ns for plan in plans)
     close = [plan for plan in plans if plan.predicted_ns <= longest_ns]
     return min(close, key=lambda plan: (problem.connections(plan), plan.predicted_ns))
 
 
-def _digest(plan: Plan) -> str:
+def _digest(plan: TransferPlan) -> str:
     """SHA-256 over everything that a rank acts on; repeated layouts and parts are named once."""
     sha = hashlib.sha256()
     layouts: dict[Layout, int] = {}

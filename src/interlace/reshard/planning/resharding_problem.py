@@ -16,13 +16,13 @@ from interlace.reshard.planning.random_greedy import random_greedy
 from interlace.reshard.planning.simulate import run
 from interlace.reshard.planning.strategies import WAYS
 from interlace.reshard.planning.tasks import Bundle
-from interlace.reshard.planning.transfer_plan import Copy, Plan, Task, TensorSpec, Transfer
+from interlace.reshard.planning.transfer_plan import Copy, Task, TensorSpec, Transfer, TransferPlan
 
 BALANCED = "balanced"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class ReshardingProblem:
     """What has to move, and over what."""
 
     specs: Sequence[TensorSpec]
@@ -34,7 +34,7 @@ class Problem:
     cut: Cutter
     seed: int
 
-    def plan(self, way: str, order: str, limit_s: float) -> Plan:
+    def plan(self, way: str, order: str, limit_s: float) -> TransferPlan:
         """By this strategy and order, neither of them `auto`; without bound and digest.
 
         `limit_s` is for the orders `search` and `exact`.
@@ -43,7 +43,7 @@ class Problem:
         parts = [hops.chunks[chunk].parts for chunk in hops.chunk]
         transfers = tuple(map(Transfer, hops.sender, hops.receiver, parts))
         sizes = {id(chunk.parts): chunk.size_bytes for chunk in hops.chunks}
-        return Plan(
+        return TransferPlan(
             specs=tuple(self.specs),
             topology=self.topology,
             tasks=self.tasks,
@@ -56,7 +56,7 @@ class Problem:
             digest="",
         )
 
-    def connections(self, plan: Plan) -> int:
+    def connections(self, plan: TransferPlan) -> int:
         """Pairs of ranks on different hosts of which one sends to the other."""
         host = self.links.host
         pairs = {(transfer.sender, transfer.receiver) for transfer in plan.transfers}

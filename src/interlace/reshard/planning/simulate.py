@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from interlace.errors import InputError
 from interlace.hardware.topology import Topology
 from interlace.reshard.planning.ends import Links
-from interlace.reshard.planning.transfer_plan import Part, Plan, Task, Transfer
+from interlace.reshard.planning.transfer_plan import Part, Task, Transfer, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Simulation:
     """When the last byte has arrived."""
 
 
-def simulate(plan: Plan) -> Simulation:
+def simulate(plan: TransferPlan) -> Simulation:
     """Times of all transfers. InputError if a rank would send what it does not have, or a receiver
     would lack or get twice anything that it needs."""
     sizes: dict[int, int] = {}

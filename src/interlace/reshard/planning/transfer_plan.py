@@ -114,7 +114,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TransferPlan:
     """How a set of tensors moves; equal inputs give equal plans on every rank."""
 
     specs: tuple[TensorSpec, ...]
