@@ -37,7 +37,7 @@ from interlace.runtime.module_tree import refuse_gradient_hooks
 from interlace.runtime.recorder import Recorder
 from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
-from interlace.runtime.strands import build_strands
+from interlace.runtime.traced_strands import build_strands
 from interlace.schedules.finder import Schedule, ScheduleFunction, find
 from interlace.search.limits import MemoryLimits
 

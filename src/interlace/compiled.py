@@ -26,7 +26,7 @@ from interlace.run_files import cache_directory
 from interlace.runtime.candidates import Candidates, choose_passes
 from interlace.runtime.executor import Batch
 from interlace.runtime.recorder import Clock, Recorder, clock_for
-from interlace.runtime.strands import Strands
+from interlace.runtime.traced_strands import Strands
 from interlace.schedules.finder import Schedule
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan

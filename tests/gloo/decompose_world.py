@@ -27,7 +27,7 @@ from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes, build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.executor import Batch
-from interlace.runtime.strands import Strands, share
+from interlace.runtime.traced_strands import Strands, share
 from interlace.search.memory import Alive, Liveness
 
 VOCABULARY, SEQUENCE, MICRO_BATCHES = 64, 24, 3

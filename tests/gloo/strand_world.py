@@ -21,7 +21,7 @@ from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes, build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.executor import Batch
-from interlace.runtime.strands import Strands, build_strands
+from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.search.planner import make_plan
 from interlace.train.engines import EagerEngine, Engine, StrandEngine
 from interlace.train.optimizer import build_optimizer

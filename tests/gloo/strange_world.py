@@ -21,7 +21,7 @@ import interlace
 from interlace.config import PlanConfig
 from interlace.errors import InterlaceError
 from interlace.ir.costs import CostTable, cost_of
-from interlace.runtime.strands import Strands
+from interlace.runtime.traced_strands import Strands
 
 Batch = tuple[Tensor, ...]
 

@@ -31,7 +31,7 @@ from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import Meshes, axis_sizes, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.runtime.executor import Batch
-from interlace.runtime.strands import Strands, build_strands
+from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.train.built_model import build_module
 from interlace.train.engines import EagerEngine, StrandEngine
 from interlace.train.weights import MasterWeights

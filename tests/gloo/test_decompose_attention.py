@@ -176,7 +176,7 @@ def split_strands(model: Any, way: tuple[str, int] | None) -> tuple[Any, Any]:
     from interlace.decompose.rewrite.query_split import find_attention, rewrite_attention
     from interlace.graphs.trace import trace_chunk
     from interlace.parallel.tensor import loss_context
-    from interlace.runtime.strands import share
+    from interlace.runtime.traced_strands import share
 
     axes = model.meshes.axis_of_group
     with loss_context(model.meshes.tensor):

@@ -19,7 +19,7 @@ from interlace.graphs.recompute import RecomputePolicy
 from interlace.graphs.trace import trace_chunk
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import build_meshes
-from interlace.runtime.strands import build_strands
+from interlace.runtime.traced_strands import build_strands
 
 OP = torch.ops.interlace.dropout
 

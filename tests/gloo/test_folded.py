@@ -17,7 +17,7 @@ from interlace.errors import InputError
 from interlace.ir.actions import Action, backward, forward, strands_of, together
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.runtime.fold import in_chunks
-from interlace.runtime.strands import Strands
+from interlace.runtime.traced_strands import Strands
 from interlace.train.engines import StrandEngine
 from interlace.train.optimizer import build_optimizer
 from interlace.train.weights import clip_gradients

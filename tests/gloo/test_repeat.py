@@ -25,7 +25,7 @@ from interlace.models.loss import NextTokenLoss
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
-from interlace.runtime.strands import build_strands
+from interlace.runtime.traced_strands import build_strands
 from interlace.train.built_model import build_module
 
 SEQUENCE = 16

@@ -24,7 +24,7 @@ from interlace.ir.graph import Kind
 from interlace.measure.operands import Capture
 from interlace.measure.start_up import profile_strands
 from interlace.runtime.recorder import HostClock
-from interlace.runtime.strands import BACKWARD, Strands, build_strands
+from interlace.runtime.traced_strands import BACKWARD, Strands, build_strands
 from interlace.search.planner import make_plan
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from interlace.models.loss import NextTokenLoss
 from interlace.parallel.meshes import build_meshes
 from interlace.ranks.determinism import nondeterminism
 from interlace.runtime.recorder import CudaClock, Recorder
-from interlace.runtime.strands import build_strands
+from interlace.runtime.traced_strands import build_strands
 from interlace.search.planner import make_plan
 from interlace.train.session import process_group
 from interlace.train.weights import MasterWeights

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from reshard_worlds import one_to_many, paper_case
 
 from interlace.errors import InputError
-from interlace.reshard.planning.bounds import least_load
 from interlace.reshard.planning.depth_first import search
 from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.exact import exact, paper_bound_ns
 from interlace.reshard.planning.make_plan import make_plan
+from interlace.reshard.planning.move_bounds import least_load
 from interlace.reshard.planning.ordering import (
     HostTask,
     host_tasks,

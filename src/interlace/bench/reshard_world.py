@@ -49,7 +49,7 @@ from interlace.hardware.topology import Topology
 from interlace.lab.links import emulated_backend
 from interlace.lab.namespaces import shape
 from interlace.ranks.launched import follow_launcher
-from interlace.reshard import RankCase as Described
+from interlace.reshard import Move as Described
 from interlace.reshard import ReshardPlan, Settings
 
 TCP_SHARE = 1448 / 1514

@@ -2,16 +2,16 @@
 
 A file per command, and what they share:
 
-app.py       the commands and their options
-train.py     `interlace train`
-plan.py      `interlace plan`
-profile.py   `interlace profile`
-report.py    `interlace report`
-bench.py     `interlace bench`
-lab.py       `interlace lab`
-export.py    `interlace export`
-options.py   options of several commands, and the layer that puts flags on a run file
-run_file.py  run files: TOML to RunConfig, strictly, and back
-ranks.py     commands that run as ranks: of the job around us, or started here
-console.py   messages on stderr, data on stdout, exit codes
+app.py           the commands and their options
+train.py         `interlace train`
+plan_command.py  `interlace plan`
+profile.py       `interlace profile`
+report.py        `interlace report`
+bench.py         `interlace bench`
+lab.py           `interlace lab`
+export.py        `interlace export`
+options.py       options of several commands, and the layer that puts flags on a run file
+run_file.py      run files: TOML to RunConfig, strictly, and back
+ranks.py         commands that run as ranks: of the job around us, or started here
+console.py       messages on stderr, data on stdout, exit codes
 """

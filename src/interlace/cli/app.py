@@ -29,7 +29,7 @@ def build_app() -> App:
         config=read_run_file,
     )
     app.command(
-        "interlace.cli.plan:plan",
+        "interlace.cli.plan_command:plan",
         name="plan",
         help="Find the order of operators for a run without training, and print it.",
         config=read_run_file,

@@ -24,7 +24,7 @@ from interlace.measure.pairs import burst_ns, measure_pair
 from interlace.measure.repeats import least_noisy
 from interlace.runtime.executor import Batch, StepExecutor, lower_plan
 from interlace.runtime.recorder import Clock, Recorder, clock_for
-from interlace.runtime.strands import Strands
+from interlace.runtime.traced_strands import Strands
 
 NOTABLE = 0.1
 """A kind with a smaller share of a step's compute or communication gets no pair at start-up."""

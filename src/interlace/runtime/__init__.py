@@ -1,6 +1,6 @@
 """Plans run on real processes.
 
-strands.py         from a laid-out module to graphs that can be planned and run
+traced_strands.py  from a laid-out module to graphs that can be planned and run
 fold.py            the graphs of a rank in two chunks, for schedules that run two
 candidates.py      which passes of a step run decomposed
 executor.py        one optimizer step, action by action, operators issued in plan order

@@ -16,7 +16,7 @@ from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
 from interlace.ir.plan import Plan
 from interlace.runtime.fold import in_chunks
-from interlace.runtime.strands import FORWARD, Strands
+from interlace.runtime.traced_strands import FORWARD, Strands
 from interlace.schedules.finder import Schedule
 from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan

@@ -12,7 +12,7 @@ from interlace.graphs.parts import Part
 from interlace.ir.actions import Direction, Share, strand
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import cut
-from interlace.runtime.strands import Strands
+from interlace.runtime.traced_strands import Strands
 
 HALVES = 2
 

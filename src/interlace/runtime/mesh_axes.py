@@ -12,7 +12,7 @@ from interlace.graphs.spread import ranks_of
 from interlace.ir.actions import Share, strand
 from interlace.parallel.data import Axis, DataLayout, replicated_layout
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS
-from interlace.runtime.strands import Strands
+from interlace.runtime.traced_strands import Strands
 
 
 def axis_of_group(mesh: DeviceMesh | None) -> dict[str, str]:

@@ -7,7 +7,7 @@ from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph
 from interlace.ir.plan import PhasePlan, Plan
-from interlace.runtime.strands import BACKWARD, FORWARD, Strands
+from interlace.runtime.traced_strands import BACKWARD, FORWARD, Strands
 from interlace.schedules.finder import find
 from interlace.sim.lanes import simulate
 

@@ -16,7 +16,7 @@ from interlace.ranks.agree import Content, check_agreement, check_contents, envi
 from interlace.ranks.replicas import Places, tensor_contents
 from interlace.ranks.small_collectives import alone
 from interlace.ranks.source_files import module_contents, package_contents
-from interlace.runtime.strands import Strands
+from interlace.runtime.traced_strands import Strands
 
 _WEIGHTS_HINT = (
     "build the module from the same seed or file on all ranks; if each rank is to hold its own, "

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from interlace.errors import InputError
 from interlace.parallel.meshes import REPLICATE_AXIS
 from interlace.runtime.executor import Batch
-from interlace.runtime.strands import Strands
+from interlace.runtime.traced_strands import Strands
 
 
 def check_wrappers(module: nn.Module) -> None:

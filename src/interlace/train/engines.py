@@ -21,7 +21,7 @@ from interlace.parallel.tensor import finish_gradients, loss_context
 from interlace.runtime.eager_recorder import EagerRecorder
 from interlace.runtime.executor import Batch, StepExecutor
 from interlace.runtime.recorder import Recorder, clock_for
-from interlace.runtime.strands import Strands
+from interlace.runtime.traced_strands import Strands
 from interlace.train.weights import MasterWeights
 
 

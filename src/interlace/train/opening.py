@@ -25,7 +25,7 @@ from interlace.runtime.candidates import trace_candidates
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.rival import inductor_plan
-from interlace.runtime.strands import Strands, build_strands
+from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import find
 from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.engines import EagerEngine, Engine, StrandEngine

@@ -21,7 +21,7 @@ from interlace.measure.machine import measure_this_machine
 from interlace.parallel.meshes import axis_groups, axis_sizes
 from interlace.report.cost_tables import warning
 from interlace.rules import resolve_layout
-from interlace.runtime.strands import Strands
+from interlace.runtime.traced_strands import Strands
 
 ASSUMED_RATE = "10gbit"
 """Rate of the link where the run file gives none."""

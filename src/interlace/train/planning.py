@@ -37,7 +37,7 @@ from interlace.rules import check, resolve_layout
 from interlace.run_files import write_whole
 from interlace.runtime.candidates import Candidates, choose_passes, trace_candidates
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
-from interlace.runtime.strands import build_strands
+from interlace.runtime.traced_strands import build_strands
 from interlace.schedules.finder import find
 from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.plan_costs import (

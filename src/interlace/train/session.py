@@ -26,7 +26,7 @@ from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
 from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
-from interlace.runtime.strands import Strands
+from interlace.runtime.traced_strands import Strands
 from interlace.train.engines import Engine, StrandEngine
 from interlace.train.weights import MasterWeights, clip_gradients
 

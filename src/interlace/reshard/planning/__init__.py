@@ -17,5 +17,5 @@ random_greedy.py       the paper's randomised greedy order
 exact.py               the shortest order of the paper's model, proved
 open_shop.py           our order of chunks: an open shop of ends
 simulate.py            runs a plan on paper, and proves that it can run
-bounds.py              what the busiest port has to carry at best
+move_bounds.py         what the busiest port has to carry at best
 """

@@ -9,8 +9,8 @@ free then, so states that differ only in the past are the same and are visited o
 from collections.abc import Iterator, Sequence
 
 from interlace.errors import InputError
-from interlace.reshard.planning.bounds import least_load
 from interlace.reshard.planning.depth_first import MOST_TASKS, search
+from interlace.reshard.planning.move_bounds import least_load
 from interlace.reshard.planning.ordering import Clocks, HostTask, Sequenced, paper_makespan
 from interlace.reshard.planning.random_greedy import random_greedy
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from interlace.errors import InputError, nearest
 from interlace.hardware.topology import Topology
-from interlace.reshard.planning.bounds import lower_bound_ns
 from interlace.reshard.planning.chunking import Cutter, check_count, default_chunk_bytes
 from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.layout import Layout
+from interlace.reshard.planning.move_bounds import lower_bound_ns
 from interlace.reshard.planning.resharding_problem import BALANCED, ReshardingProblem
 from interlace.reshard.planning.tasks import make_bundles, make_tasks
 from interlace.reshard.planning.transfer_plan import ORDERS, STRATEGIES, TensorSpec, TransferPlan
