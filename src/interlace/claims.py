@@ -26,6 +26,7 @@ from typing import Any, Self
 from interlace.errors import InputError, RunError
 
 LOCK = ".interlace.lock"
+"""File in a claimed directory that its run holds locked."""
 RESTART_WAIT_S = 10.0
 """For a run that goes on with its own directory: what is left of the attempt before ends by itself
 within 5 s of its launcher or of a rank."""
@@ -33,8 +34,10 @@ WAIT_S = 1.0
 """For any run: a process that was killed a moment ago may not be gone yet."""
 
 _RETRY_S = 0.05
+"""Seconds between two tries to take a lock; a choice."""
 _NO_LOCKS = {errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 _MOST_BYTES = 1 << 16
+"""Bytes of a lock file that are read: more than a record of its owner needs."""
 _STARTING = "a run that is just starting"
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 _NS_PER_MS = 1e6
+"""Nanoseconds of a millisecond."""
 
 
 def milliseconds(time_ns: float) -> str:

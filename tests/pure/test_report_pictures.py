@@ -1,4 +1,4 @@
-"""Merged slivers keep every colour's share, pictures have their size, terminal tables align."""
+"""Merged short spans keep every colour's share, pictures have their size, terminal tables align."""
 
 import struct
 from pathlib import Path
@@ -33,7 +33,7 @@ def _lane(lengths: list[tuple[str, int]]) -> list[tuple[Span, str]]:
 @given(st.lists(st.tuples(st.sampled_from("ab-"), st.integers(1, 400)), min_size=1, max_size=300))
 def test_merging_keeps_shares_and_stays_bounded(lengths: list[tuple[str, int]]) -> None:
     """Whatever the lane: no picture of it has more pieces than columns + wide spans, pieces lie
-    inside it, and of evenly mixed slivers each group keeps its share to within a few columns."""
+    inside it, and of evenly mixed short spans each group keeps its share to a few columns."""
     spans = _lane(lengths)
     end_ns = sum(length for _, length in lengths)
     found = pieces(spans, start_ns=0, end_ns=end_ns, columns=_COLUMNS)

@@ -26,6 +26,7 @@ from interlace.models import model_file
 from interlace.runtime.executor import Batch
 
 MICRO_BATCHES = 4
+"""Micro-batches of the step whose check is timed."""
 
 
 def run(*, quick: bool, json_path: Path | None, layers: int = 32, width: int = 256) -> int:

@@ -40,7 +40,9 @@ from interlace.lab.links import emulated_backend
 from interlace.ranks.launched import follow_launcher
 
 _LIMIT = timedelta(seconds=120)
+"""Limit of every wait of the bench; no block takes nearly so long."""
 _LATENCY_US = 50.0
+"""Latency of the emulated link in us, the default of `link.latency_us`."""
 _REPEATS = 5
 """Of each calibration: of real compute the fastest counts, of all else the median."""
 _SENDS = 4

@@ -13,6 +13,7 @@ VANILLA = "vanilla"
 SLICES = {"slicing 2": 2, "slicing 4": 4, "slicing 8": 8}
 VARIANTS = ("ring", "direct", "bidirectional")
 _SETTLED = 0.01
+"""Share by which the two fastest repeats may differ where the fastest is taken for settled."""
 QUERY_SPLIT = "query-split"
 """Attention and output projection by query slices; the gather before it is `ring`."""
 

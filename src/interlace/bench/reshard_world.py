@@ -56,8 +56,11 @@ TCP_SHARE = 1448 / 1514
 """Payload of a full Ethernet frame of TCP with timestamps: what a shaped link counts is 1514."""
 _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _EMULATED_LATENCY_US = 50.0
+"""Latency of an emulated link in us, the default of `link.latency_us`."""
 _NOTICE_NS = 50_000_000
+"""Time, in ns, from saying when a repeat begins to its beginning: more than a broadcast takes."""
 _LIMIT = timedelta(seconds=120)
+"""Limit of every wait of the bench; no case takes nearly so long."""
 _PROBE_BYTES = 4 * 2**20
 _PROBES = 3
 T = TypeVar("T")

@@ -9,6 +9,7 @@ from interlace.bench.results import ResultRow, speedup
 from interlace.text import aligned, number, percent
 
 OURS = "merge"
+"""The way of running that stands for us: the search that a run uses by default."""
 RIVALS = {
     "eager": "eager",
     "1": "one_strand",
@@ -17,9 +18,13 @@ RIVALS = {
 }
 """What `merge` and `list` are compared with, and how metrics call it."""
 PREDICTED = ("1", "segment_pairs", "list", "merge")
+"""Ways whose predicted times are compared with measured ones."""
 COLUMNS = ("eager", "1", "inductor", "segment_pairs", "list", "merge")
+"""Ways of running, as columns of the tables."""
 NAMES = {"1": "one strand"}
+"""What the tables call a way that does not explain itself."""
 MIB = 2**20
+"""Bytes of a MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)

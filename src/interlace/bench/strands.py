@@ -27,7 +27,9 @@ from interlace.graphs.torch_private import has_inductor_schedule
 from interlace.lab import hosts
 
 CALIBRATION_RATE = "300mbit"
+"""Rate of the link in the short run that says how long compute and communication take."""
 CALIBRATION_MICRO_BATCHES = 2
+"""Micro-batches of that run, as few as two strands need."""
 
 
 def train_on_link(run_file: str | Path, rate: str, overrides: list[str]) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MANIFEST = "manifest.json"
+"""Name of the file that says what is in a checkpoint."""
 WEIGHTS, OPTIMIZER, RNG = "weights.", "optimizer.", "rng."
 """What the names of the tensors of a run begin with."""
 FORMAT = 1

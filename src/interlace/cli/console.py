@@ -11,7 +11,9 @@ from collections.abc import Callable
 from interlace.errors import InterlaceError
 
 INTERRUPTED = 130
+"""Exit code after Ctrl-C, 128 + SIGINT, as shells give it."""
 BROKEN_PIPE = 141
+"""Exit code if nobody reads the output, 128 + SIGPIPE, as shells give it."""
 
 
 def report_errors(command: Callable[[], int], *, verbose: bool) -> int:

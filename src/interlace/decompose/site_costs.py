@@ -16,7 +16,7 @@ from interlace.ir.graph import Kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
+class MatmulShape:
     """[rows, inner] @ [inner, columns]; rows are those of one rank's slice."""
 
     rows: int
@@ -35,19 +35,19 @@ class Product:
         return 2 * rows * self.inner * self.columns
 
 
-def products_of(strand: StrandGraph, site: Site) -> list[Product]:
+def matmul_shapes_of(strand: StrandGraph, site: Site) -> list[MatmulShape]:
     """The site's matmuls, in order."""
     wanted = set(site.matmuls)
     nodes = {node.name: node for node in strand.graph.nodes if node.name in wanted}
-    return [_product(nodes[name], site.rows) for name in site.matmuls]
+    return [_matmul_shape(nodes[name], site.rows) for name in site.matmuls]
 
 
-def _product(matmul: fx.Node, rows: int) -> Product:
+def _matmul_shape(matmul: fx.Node, rows: int) -> MatmulShape:
     operand = row_operand(matmul)
     weight = matmul.args[-1]
     assert isinstance(weight, fx.Node)
     value: Tensor = weight.meta["val"]
-    return Product(
+    return MatmulShape(
         rows=rows,
         inner=value.shape[0],
         columns=value.shape[1],
@@ -77,10 +77,10 @@ def computed_times(machine: Machine) -> Times:
     leave by one link, so that sending halves both ways gains nothing."""
 
     def times(strand: StrandGraph, site: Site, ways: Sequence[Way]) -> SiteTimes:
-        products = products_of(strand, site)
+        matmuls = matmul_shapes_of(strand, site)
 
         def matmuls_ns(rows: int) -> int:
-            return sum(compute_ns(machine, p.flops_of(rows), p.bytes_of(rows)) for p in products)
+            return sum(compute_ns(machine, p.flops_of(rows), p.bytes_of(rows)) for p in matmuls)
 
         def transfer_ns(kind: Kind, full_bytes: float) -> int:
             return machine.collective_ns(kind, full_bytes, site.lane, site.ranks)

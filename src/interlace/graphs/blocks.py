@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _LONGEST_PERIOD = 8
+"""Blocks after which a model may repeat itself at most; a choice."""
 _SHORTEST = 5
 """Blocks of the smallest twin."""
 

@@ -16,6 +16,7 @@ from interlace.graphs.torch_private import min_cut_saved
 from interlace.graphs.trace import Binding, ChunkGraphs
 
 MIB = 1 << 20
+"""Bytes of a MiB."""
 _STEPS = 6
 
 

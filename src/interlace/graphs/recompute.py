@@ -40,6 +40,7 @@ class RecomputePolicy:
 
 
 KEEP_ALL = RecomputePolicy()
+"""The policy that computes nothing again."""
 
 
 def policy_of(train: TrainConfig) -> RecomputePolicy:

@@ -15,6 +15,7 @@ from functools import cached_property
 from interlace.errors import InputError
 
 COMPUTE_LANE = "compute"
+"""Name of the lane on which everything but communication runs."""
 
 
 class Kind(StrEnum):

@@ -29,8 +29,11 @@ __all__ = [
 
 _MASTER_PORT = 29400  # free for certain: nothing else runs in a new namespace
 _GRACE_S = 5.0
+"""Seconds that hosts have to end by themselves after one has failed; a choice."""
 _POLL_S = 0.05
+"""Seconds between two looks at the hosts; a choice."""
 _BAD_INPUT = 2
+"""Exit code of a command that was given something wrong (`errors.InputError`)."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 _JOIN_S = 1.0
+"""Seconds to wait for all transfers under way when a link is closed; a choice."""
 
 
 class EmulatedLink:

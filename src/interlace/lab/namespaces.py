@@ -31,6 +31,7 @@ MOST_HOSTS = 250
 _WITHOUT_ROOT = "without root, --link.rate RATE of `interlace train` emulates the link"
 _OWNER = "owner.json"
 _KILL_LIMIT_S = 10.0
+"""Seconds after which killing the processes of a lab is given up; a choice."""
 
 
 class Lab:

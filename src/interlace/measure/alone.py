@@ -16,6 +16,7 @@ from interlace.measure.repeats import spread, typical
 from interlace.ranks.small_collectives import largest, mean
 
 WARM_UP = 2
+"""Runs that are not counted before the repeats that are; a choice."""
 
 
 def measure(

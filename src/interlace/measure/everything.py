@@ -23,6 +23,7 @@ SMALLEST_BYTES, FEWEST_SIZES = 4096, 4
 LINK_BUDGET_NS = 100e6
 """Time for one size of one collective."""
 PAIR_BUDGET_NS = 400e6
+"""Time, in ns, for measuring one pair of a computation and a transfer; a choice."""
 
 KindAndLane = tuple[Kind, str]
 

@@ -15,7 +15,7 @@ from interlace.config import OverlapConfig
 from interlace.decompose.choose import Request, SiteTimes, SliceTimes, Way
 from interlace.decompose.order import hop
 from interlace.decompose.rewrite.apply import Decompose
-from interlace.decompose.site_costs import Product, products_of, sent_value
+from interlace.decompose.site_costs import MatmulShape, matmul_shapes_of, sent_value
 from interlace.decompose.sites import Site
 from interlace.graphs.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
 from interlace.graphs.torch_private import process_group
@@ -25,6 +25,7 @@ from interlace.measure.repeats import least_noisy, spread
 from interlace.ranks.small_collectives import is_first_rank, largest
 
 REPEATS = 3
+"""Measurements of each way of a site unless the caller says another number; a choice."""
 
 
 class MeasuredTimes:
@@ -40,10 +41,10 @@ class MeasuredTimes:
     @torch.no_grad()
     def __call__(self, strand: StrandGraph, site: Site, ways: Sequence[Way]) -> SiteTimes:
         """Times of a site, whole and for each way."""
-        products, sent = products_of(strand, site), sent_value(strand, site)
-        key = (site.kind, site.group, tuple(products), sent.shape, sent.dtype, tuple(ways))
+        matmuls, sent = matmul_shapes_of(strand, site), sent_value(strand, site)
+        key = (site.kind, site.group, tuple(matmuls), sent.shape, sent.dtype, tuple(ways))
         if key not in self._known:
-            measure = partial(self._measure, _Site(site, products, sent, self.device), ways)
+            measure = partial(self._measure, _Site(site, matmuls, sent, self.device), ways)
             self._known[key], relative = least_noisy(measure, _excess)
             if _excess((self._known[key], relative)) and is_first_rank():
                 self._log.warning(
@@ -99,16 +100,14 @@ class _Site:
     """Values to run a site with."""
 
     def __init__(
-        self, site: Site, products: Sequence[Product], sent: Tensor, device: torch.device
+        self, site: Site, matmuls: Sequence[MatmulShape], sent: Tensor, device: torch.device
     ) -> None:
         self.site = site
         self.rank = process_group(site.group).rank()
         rows = site.rows * site.ranks
-        self.operands = [torch.rand(rows, p.inner, dtype=p.dtype, device=device) for p in products]
-        self.weights = [_weight(p, device) for p in products]
-        self.results = [
-            torch.empty(rows, p.columns, dtype=p.dtype, device=device) for p in products
-        ]
+        self.operands = [torch.rand(rows, p.inner, dtype=p.dtype, device=device) for p in matmuls]
+        self.weights = [_weight(p, device) for p in matmuls]
+        self.results = [torch.empty(rows, p.columns, dtype=p.dtype, device=device) for p in matmuls]
         self.sent = torch.rand(sent.shape, dtype=sent.dtype, device=device)
 
     def plain(self) -> None:
@@ -160,9 +159,9 @@ class _Site:
         return all_to_all(self.sent[:rows], source, to, self.site.group)
 
 
-def _weight(product: Product, device: torch.device) -> Tensor:
+def _weight(matmul: MatmulShape, device: torch.device) -> Tensor:
     value = torch.empty_strided(
-        (product.inner, product.columns), product.weight_strides, dtype=product.dtype, device=device
+        (matmul.inner, matmul.columns), matmul.weight_strides, dtype=matmul.dtype, device=device
     )
     return value.uniform_()
 

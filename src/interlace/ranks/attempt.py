@@ -33,6 +33,7 @@ PORT_FREE_WITHIN_S = 30.0
 """For the end of an earlier attempt's rank 0, whose store holds the port: torchrun's own grace."""
 
 _STORE_TIMEOUT_S = 60.0
+"""Seconds for one question to the store that the ranks of an attempt share; a choice."""
 _POLL_S = (0.01, 0.25)  # first and longest pause between two looks at the store
 _RETRY_S = (0.25, 4.0)
 _HEAR_S = 1.0  # for the others to hear from rank 0 who is missing

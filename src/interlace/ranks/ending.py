@@ -15,7 +15,9 @@ STORE_EXIT_CODE = 45
 """The store cannot be reached, and the main thread was blocked."""
 
 LAST_WORDS_S = 0.5
+"""Seconds that the message of a process has to be written before it ends; a choice."""
 _TICK_S = 0.1
+"""Seconds between two looks at whether the task is late; a choice."""
 
 
 def end_process(message: str, exit_code: int, on_exit: Callable[[str], None] | None = None) -> None:

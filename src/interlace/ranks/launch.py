@@ -42,8 +42,10 @@ the signal if its step has not ended by then (`signals.StopFlag`)."""
 
 _POLL_S = 0.05
 _CAUSE_S = 1.0
+"""Seconds in which the rank at fault may still end after those that noticed it; a choice."""
 _VICTIMS = {PEER_EXIT_CODE, START_EXIT_CODE, STORE_EXIT_CODE}
 _BAD_INPUT = 2
+"""Exit code of a rank that was given something wrong (`errors.InputError`)."""
 _SEE_ABOVE = "its own message is above"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 

@@ -13,7 +13,9 @@ _WORKS = 0.05
 """Share of one processor that counts as work. A thread that waits for the interpreter lock wakes
 200 times a second, which takes 0.002 of one; processor time is counted in steps of 0.01 s."""
 _WINDOW_S = 0.4
+"""Seconds over which the processor time of a silent rank is compared; a choice."""
 _LOOK_AGAIN_S = 0.2
+"""Seconds that are left to a rank before it is looked at once more; a choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,9 @@ from interlace.ir.timeline import WAIT, Timeline
 from interlace.report.plan_figures import Comparison, Figures, PlanFigures
 
 VERSION = 2
+"""Version of the document; it goes up when keys change their meaning."""
 _LONGEST = 10
+"""Waits that are listed for each phase, the longest first."""
 
 
 def plan_json(comparison: Comparison, *, costs: Mapping[str, Any], run: Mapping[str, Any]) -> str:

@@ -22,7 +22,9 @@ from interlace.ranks.watchdog import Watchdog
 from interlace.reshard.meeting import Pauses
 
 HEARTBEAT_S = 0.5
+"""Seconds between heartbeats, as `watchdog.heartbeat_s` of a run file."""
 DEAD_AFTER_S = 2.5
+"""Seconds of silence after which a rank counts as dead, as `watchdog.dead_after_s`."""
 LIMITS = Limits(heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_AFTER_S)
 """The host of the store counts as dead 0.5 s later, and ranks end at most 1.5 s after that: 5 s are
 promised."""
@@ -30,6 +32,7 @@ promised."""
 _DONE = "done"
 _LOOK_S = 0.3  # the host of the store asks this long at once: the watchdog must see rounds go on
 _HOST_STAYS_S = 60.0
+"""Seconds for which the host of the store waits for the other ranks to be done; a choice."""
 
 
 class PeerRing:

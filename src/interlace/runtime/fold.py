@@ -15,6 +15,7 @@ from interlace.ir.phases import cut
 from interlace.runtime.traced_strands import Strands
 
 HALVES = 2
+"""Chunks of a folded model."""
 
 
 def in_chunks(strands: Strands, chunks: int) -> Strands:

@@ -8,6 +8,7 @@ from interlace.parallel.local_parts import local
 from interlace.search.limits import MemoryLimits
 
 MIB = 2**20
+"""Bytes of a MiB."""
 
 
 def constant_bytes(config: RunConfig, module: nn.Module, data: DataLayout | None) -> dict[str, int]:

@@ -21,6 +21,7 @@ from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.timeline import WAIT, Span, Timeline
 
 SETTLE_S = 1.0
+"""Seconds to wait for the ends of collectives to be noted after a recorded step; a choice."""
 
 
 class Clock(Protocol):

@@ -20,6 +20,8 @@ from interlace.search.evaluator import Evaluator
 from interlace.search.problem import Problem
 
 SCALES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+"""Factors of the forward strand's priorities that are tried, of which the best result is taken; a
+choice, from half to three times."""
 
 
 def order_list(problem: Problem) -> tuple[str, ...]:

@@ -80,6 +80,7 @@ def find_search(name: str) -> Search:
 
 
 NO_LIMITS = MemoryLimits()
+"""Limits of a plan that may take any memory."""
 
 
 def make_plan(

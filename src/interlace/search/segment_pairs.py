@@ -23,6 +23,7 @@ from interlace.search.problem import Problem
 CUTS = (1, 2, 4)
 """Parts into which a stretch of compute is cut; the best result is taken."""
 _NEVER = np.iinfo(np.int64).max // 4
+"""Time, in ns, of a pair that is not allowed: longer than any phase, and sums still fit int64."""
 
 Segment = tuple[str, ...]
 

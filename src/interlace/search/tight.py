@@ -15,6 +15,7 @@ EVALUATIONS = 1_500_000
 PER_OPERATOR = 1_200
 """Budget of the search for the lowest peak, in operators looked at; at most half a second."""
 MAX_JOBS = 4
+"""Up to so many jobs all sequences are tried: 24 of four."""
 
 
 def smallest_peak(problem: Problem) -> tuple[tuple[str, ...], int]:

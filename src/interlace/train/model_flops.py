@@ -17,6 +17,8 @@ from interlace.models.transformers_model import build, expert_counts
 from interlace.train.metrics import model_flops_per_token
 
 FORWARD_AND_BACKWARD = 3
+"""Arithmetic of forward and backward over that of the forward alone: a backward has two matmuls for
+each of the forward."""
 
 
 def flops_per_token(config: RunConfig, vocab_size: int) -> tuple[int | None, str]:

@@ -33,6 +33,7 @@ from interlace.train.session import Session
 from interlace.train.worker import run_rank
 
 STOPPED = 130
+"""Exit code after Ctrl-C, 128 + SIGINT, as shells give it."""
 FEWEST_PASSES, MOST_PASSES = 5, 40
 PASSES_BUDGET_NS = 5e9
 """Time for the steps in which every operator is measured alone."""

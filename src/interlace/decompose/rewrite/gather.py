@@ -34,7 +34,7 @@ def rewrite_gather(
         ranks=site.ranks,
         rank=rank_in_group,
         rows=site.rows,
-        tracks=cut_rows(site.rows, pieces, variant),
+        row_ranges=cut_rows(site.rows, pieces, variant),
         direct=variant == "direct",
     )
     _write(writer, match, x, route)

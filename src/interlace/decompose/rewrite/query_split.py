@@ -196,8 +196,8 @@ def rewrite_attention(
     collective = _node(strand, site.collective)
     match = match_attention(collective)
     assert isinstance(match, AttentionKernel), f"{site.collective} has no attention: {match}"
-    for track in cut_rows(site.rows, pieces, variant):
-        if track.first % match.batch or track.rows % match.batch:
+    for row_range in cut_rows(site.rows, pieces, variant):
+        if row_range.first % match.batch or row_range.rows % match.batch:
             raise InputError(
                 f"{site.rows // match.batch} positions of a rank cannot be cut into slices for "
                 f"{variant} with {pieces} pieces",

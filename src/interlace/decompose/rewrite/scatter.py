@@ -17,7 +17,7 @@ from interlace.decompose.rewrite.find import (
     matmuls_of,
     row_operand,
 )
-from interlace.decompose.rewrite.sends import Route, Track, cut_rows, rows_slice, scatter_slices
+from interlace.decompose.rewrite.sends import Route, RowRange, cut_rows, rows_slice, scatter_slices
 from interlace.decompose.sites import Site, blocks_of
 from interlace.graphs.buffers import filled
 from interlace.graphs.trace import StrandGraph
@@ -32,8 +32,8 @@ def rewrite_scatter(
 ) -> None:
     """Decompose a `matmul_scatter` site, in place."""
     match, writer = _open(strand, site)
-    tracks = cut_rows(site.rows, pieces, variant)
-    route = _route(site, site.rows, tracks, variant, rank_in_group)
+    row_ranges = cut_rows(site.rows, pieces, variant)
+    route = _route(site, site.rows, row_ranges, variant, rank_in_group)
     total, end = _scatter(writer, match.root, route, first_row=0)
     _move_weight_gradients(match, end)
     _replace(writer, match, total)
@@ -50,8 +50,8 @@ def rewrite_all_reduce(
     blocks = blocks_of(site.rows, pieces)
     rows = site.rows // blocks
     block_rows = rows * site.ranks
-    tracks = cut_rows(rows, 1, variant)
-    route = _route(site, rows, tracks, variant, rank_in_group)
+    row_ranges = cut_rows(rows, 1, variant)
+    route = _route(site, rows, row_ranges, variant, rank_in_group)
     gathered = []
     for block in range(blocks):
         total, _ = _scatter(writer, match.root, route, first_row=block * block_rows)
@@ -81,14 +81,14 @@ def _open(strand: StrandGraph, site: Site) -> tuple[Sum, GraphWriter]:
 
 
 def _route(
-    site: Site, rows: int, tracks: tuple[Track, ...], variant: str, rank_in_group: int
+    site: Site, rows: int, row_ranges: tuple[RowRange, ...], variant: str, rank_in_group: int
 ) -> Route:
     return Route(
         group=site.group,
         ranks=site.ranks,
         rank=rank_in_group,
         rows=rows,
-        tracks=tracks,
+        row_ranges=row_ranges,
         direct=variant == "direct",
     )
 
@@ -100,7 +100,7 @@ def _scatter(
     that first waits for the last of what other ranks send."""
     value: Tensor = root.meta["val"]
     result = None
-    if len(route.tracks) > 1:
+    if len(route.row_ranges) > 1:
         like = row_operand(matmuls_of(root)[0])
         shape = [route.rows, value.shape[-1]]
         result = writer.call(aten.new_empty.default, like, shape, dtype=value.dtype)

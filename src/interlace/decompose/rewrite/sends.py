@@ -1,6 +1,6 @@
 """The sends of a decomposed collective, written into a graph in the order of CommFuse.
 
-The rows of a rank are cut into tracks, each of which travels by itself. A ring hands slices on to a
+The rows of a rank are cut into ranges, each of which travels by itself. A ring hands slices on to a
 neighbour, of which `bidirectional` sends half the rows each way; `direct` sends each slice straight
 to where it is needed, another rank in each step. Operators, shapes and names are the same on every
 rank; only which rows are read and to whom they go depends on the rank.
@@ -21,7 +21,7 @@ _functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True, slots=True)
-class Track:
+class RowRange:
     """Rows [first, first + rows) of every rank's part. `direction` 1 goes to the next rank, -1 to
     the one before."""
 
@@ -39,21 +39,21 @@ class Route:
     rank: int
     rows: int
     """Of one rank."""
-    tracks: tuple[Track, ...]
+    row_ranges: tuple[RowRange, ...]
     direct: bool = False
 
 
-def cut_rows(rows: int, pieces: int, variant: str) -> tuple[Track, ...]:
-    """`pieces` tracks of a rank's rows, or fewer where there are not so many rows; `bidirectional`
-    makes two of each."""
-    tracks = []
+def cut_rows(rows: int, pieces: int, variant: str) -> tuple[RowRange, ...]:
+    """`pieces` ranges of a rank's rows, or fewer where there are not so many rows;
+    `bidirectional` makes two of each."""
+    row_ranges = []
     for first, count in _even(0, rows, pieces):
         if variant == "bidirectional":
             halves = _even(first, count, 2)
-            tracks += [Track(*half, direction=1 - 2 * i) for i, half in enumerate(halves)]
+            row_ranges += [RowRange(*half, direction=1 - 2 * i) for i, half in enumerate(halves)]
         else:
-            tracks.append(Track(first, count))
-    return tuple(tracks)
+            row_ranges.append(RowRange(first, count))
+    return tuple(row_ranges)
 
 
 def _even(first: int, rows: int, parts: int) -> list[tuple[int, int]]:
@@ -84,7 +84,7 @@ def arrive(writer: GraphWriter, sent: fx.Node) -> fx.Node:
 def gather_slices(writer: GraphWriter, x: fx.Node, route: Route) -> Iterator[tuple[fx.Node, int]]:
     """Send x [rows, K] around, and yield (slice, its first row among all ranks' rows), own slices
     first; what the caller writes before it asks for the next one runs under the sends."""
-    own = [rows_slice(writer, x, t.first, t.rows) for t in route.tracks]
+    own = [rows_slice(writer, x, t.first, t.rows) for t in route.row_ranges]
     steps = _gather_direct if route.direct else _gather_ring
     yield from steps(writer, own, route)
 
@@ -92,16 +92,16 @@ def gather_slices(writer: GraphWriter, x: fx.Node, route: Route) -> Iterator[tup
 def _gather_ring(
     writer: GraphWriter, current: list[fx.Node], route: Route
 ) -> Iterator[tuple[fx.Node, int]]:
-    ranks, tracks = route.ranks, route.tracks
-    sent = [send(writer, x, route, t.direction) for x, t in zip(current, tracks, strict=True)]
+    ranks, row_ranges = route.ranks, route.row_ranges
+    sent = [send(writer, x, route, t.direction) for x, t in zip(current, row_ranges, strict=True)]
     for step in range(ranks):
-        for i, track in enumerate(tracks):
+        for i, row_range in enumerate(row_ranges):
             if step:
                 current[i] = arrive(writer, sent[i])
                 if step < ranks - 1:
-                    sent[i] = send(writer, current[i], route, track.direction)
-            owner = gathered_owner(route.rank, ranks, step, track.direction)
-            yield current[i], owner * route.rows + track.first
+                    sent[i] = send(writer, current[i], route, row_range.direction)
+            owner = gathered_owner(route.rank, ranks, step, row_range.direction)
+            yield current[i], owner * route.rows + row_range.first
 
 
 def _gather_direct(
@@ -112,9 +112,9 @@ def _gather_direct(
         more = step < route.ranks - 1
         sent = [send(writer, x, route, step + 1) for x in own] if more else []
         owner = gathered_owner(route.rank, route.ranks, step)
-        for x, track in zip(current, route.tracks, strict=True):
+        for x, row_range in zip(current, route.row_ranges, strict=True):
             arrived = x if not step else arrive(writer, x)
-            yield arrived, owner * route.rows + track.first
+            yield arrived, owner * route.rows + row_range.first
         current = sent
 
 
@@ -127,10 +127,10 @@ def scatter_slices(
     writer: GraphWriter, compute: ComputeRows, route: Route, result: fx.Node | None
 ) -> list[fx.Node]:
     """Compute the slices of all ranks, own ones last, and send them to their owners under compute:
-    this rank's rows of the sum, one value per track, written into `result` if that is given."""
+    this rank's rows of the sum, one value per range, written into `result` if that is given."""
     parts = [
         rows_slice(writer, result, t.first, t.rows) if result is not None else None
-        for t in route.tracks
+        for t in route.row_ranges
     ]
     steps = _scatter_direct if route.direct else _scatter_ring
     return steps(writer, compute, route, parts)
@@ -143,18 +143,18 @@ def _scatter_ring(
     results: list[fx.Node] = []
     for step in range(route.ranks):
         last = step == route.ranks - 1
-        for i, track in enumerate(route.tracks):
-            owner = scattered_owner(route.rank, route.ranks, step, track.direction)
-            first = owner * route.rows + track.first
-            total = compute(first, track.rows, parts[i] if last else None)
+        for i, row_range in enumerate(route.row_ranges):
+            owner = scattered_owner(route.rank, route.ranks, step, row_range.direction)
+            first = owner * route.rows + row_range.first
+            total = compute(first, row_range.rows, parts[i] if last else None)
             if step:
                 total = writer.call(aten.add_.Tensor, total, arrive(writer, sent[i]))
             if last:
                 results.append(total)
             elif step:
-                sent[i] = send(writer, total, route, track.direction)
+                sent[i] = send(writer, total, route, row_range.direction)
             else:
-                sent.append(send(writer, total, route, track.direction))
+                sent.append(send(writer, total, route, row_range.direction))
     return results
 
 
@@ -168,9 +168,9 @@ def _scatter_direct(
     for step in range(route.ranks):
         last = step == route.ranks - 1
         owner = scattered_owner(route.rank, route.ranks, step, straight=True)
-        for i, track in enumerate(route.tracks):
-            first = owner * route.rows + track.first
-            total = compute(first, track.rows, parts[i] if last else None)
+        for i, row_range in enumerate(route.row_ranges):
+            first = owner * route.rows + row_range.first
+            total = compute(first, row_range.rows, parts[i] if last else None)
             earlier, before = sent[i], sums[i]
             if not last:
                 sent[i] = send(writer, total, route, step + 1)

@@ -68,7 +68,7 @@ def _slice_gather(writer: GraphWriter, match: Gather, site: Site, pieces: int) -
         call = _functional.all_gather_into_tensor.default
         return writer.call(call, part, site.ranks, site.group)
 
-    products: list[list[fx.Node]] = [[] for _ in match.matmuls]
+    outputs: list[list[fx.Node]] = [[] for _ in match.matmuls]
     gathered = []
     arriving = gather(0)
     for index in range(pieces):
@@ -76,9 +76,9 @@ def _slice_gather(writer: GraphWriter, match: Gather, site: Site, pieces: int) -
         if index + 1 < pieces:
             arriving = gather(index + 1)
         gathered.append(arrived)
-        for matmul, found in zip(match.matmuls, products, strict=True):
+        for matmul, found in zip(match.matmuls, outputs, strict=True):
             found.append(_matmul(writer, matmul, _matrix(writer, arrived)))
-    for matmul, parts in zip(match.matmuls, products, strict=True):
+    for matmul, parts in zip(match.matmuls, outputs, strict=True):
         matmul.replace_all_uses_with(_joined(writer, parts, site.ranks, matmul))
     if match.is_read_whole:
         parts = [writer.call(aten.view.default, part, [-1, width]) for part in gathered]

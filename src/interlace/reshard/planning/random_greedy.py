@@ -11,6 +11,7 @@ from statistics import pstdev
 from interlace.reshard.planning.ordering import HostTask, Sequenced
 
 DRAWS = 100
+"""Random orders that are tried, of which the shortest is taken."""
 VISITS = 20_000_000
 """Tasks looked at in all draws together; with more than some 450 tasks there are fewer draws."""
 

@@ -19,6 +19,7 @@ from interlace.reshard.planning.tasks import Bundle
 from interlace.reshard.planning.transfer_plan import Copy, Task, TensorSpec, Transfer, TransferPlan
 
 BALANCED = "balanced"
+"""Name of our own order, which cuts tasks into chunks (`balance`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
