@@ -18,6 +18,8 @@ from interlace.step import Step
 from interlace.train.fallback import Trial
 from interlace.train.worker import main
 
+pytestmark = pytest.mark.alone
+
 CONFIG = RunConfig(train=TrainConfig(steps=20), plan=PlanConfig(trial_steps=3))
 MS = 1_000_000
 
