@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 TORCH ?=
+WORKERS ?= 2
 TESTS ?= quick
 .PHONY: help setup demo test test-torch check lint bench gpu-check reference
 
@@ -32,10 +33,11 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 check: lint ## before each commit: lint, types, layers, fast tests
-	$(BIN)/python -m pytest -q tests/pure tests/oracle
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/pure tests/oracle
 
-test: lint ## everything that continuous integration runs
-	$(BIN)/python -m pytest
+test: lint ## everything that continuous integration runs: WORKERS (2) files at a time, then those that count seconds
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not alone'; first=$$?; \
+	$(BIN)/python -m pytest -m alone && exit $$first
 
 test-torch: ## quick tests on another torch, as TORCH=2.15.0; TESTS=all or files for others
 	@$(PYTHON) scripts/test_torch.py '$(TORCH)' $(TESTS)

@@ -1,4 +1,5 @@
-"""Every test carries the name of its folder as marker: `pytest -m "pure or oracle"`."""
+"""Every test carries the name of its folder as marker: `pytest -m "pure or oracle"`. Those of the
+lab and of files marked `alone` run one at a time, after the others (`make test`)."""
 
 import signal
 from pathlib import Path
@@ -25,3 +26,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder, *rest = item.path.relative_to(_HERE).parts
         if rest:
             item.add_marker(folder)
+        if folder == "lab":
+            item.add_marker("alone")

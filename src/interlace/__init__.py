@@ -13,7 +13,8 @@ checkpoint/   checkpoint folders on disk: written whole, checked, read on any me
 data/         from data files to batches of tokens
 report/       the records of a run as pages, pictures and tables
 reshard/      tensors moved between device meshes of any layout
-compiled.py   one compiled step: costs, plan and executor of traced graphs
+step.py       one compiled step: graphs, plan, executor, and where gradients go
+compiled.py   from traced graphs to a plan: costs, choice, search
 measure/      times measured on this machine: operators alone, in pairs, sites in slices
 runtime/      plans run on real processes: executor, recorder, gradients
 ranks/        processes that are ranks: started, kept together, watched, ended, compared

@@ -15,31 +15,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from interlace.compiled import Compilation, CompiledStep, Draws, StepSettings
+from interlace.compiled import Compilation, Constants, StepSettings
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
-from interlace.decompose.listing import Listing
 from interlace.errors import InputError
 from interlace.graphs.wide_sums import wide_sums
-from interlace.ir.actions import Action
-from interlace.ir.costs import CostTable
-from interlace.ir.plan import Plan
-from interlace.ir.timeline import Timeline
 from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import DataLayout
 from interlace.ranks.agree import check_agreement, refused_together
-from interlace.ranks.determinism import check_current, nondeterminism, warn_of_other_bits
+from interlace.ranks.determinism import check_current, warn_of_other_bits
 from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.gradients import ParameterGradients
 from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.mesh_axes import axis_of_group, data_rank_of, replicas_of
 from interlace.runtime.module_tree import refuse_gradient_hooks
-from interlace.runtime.recorder import Recorder
 from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
 from interlace.runtime.traced_strands import build_strands
 from interlace.schedules.finder import Schedule, ScheduleFunction, find
 from interlace.search.limits import MemoryLimits
+from interlace.step import Draws, Step
 
 Batch = tuple[Tensor, ...]
 LossFunction = Callable[..., Tensor]
@@ -107,94 +102,49 @@ def compile_step(
     limits = memory_limits(RunConfig(plan=config), chunk, data)
     settings = _settings(config, overlap, limits)
     compilation = Compilation(candidates, example_inputs, gradients.constants, settings)
-    compiled = _compiled(compilation, found, gradients, data_rank_of(mesh, whole))
-    costs = compilation.tables.get(compiled.strands.digest)
-    step = Step(compiled, costs, gradients, binding, example_inputs, alike)
-    check_agreement(compiled.digests)
+    tensors = UserModule(chunk, gradients, binding, example_inputs, alike)
+    step = _step(compilation, found, tensors, data_rank_of(mesh, whole))
+    check_agreement(step.digests)
     warn_of_other_bits(step.nondeterminism)
     return step
 
 
-class Step:
-    """What `compile_step` returns."""
-
-    plan: Plan
-    """The order of operators, with the predicted times of each phase."""
-    costs: CostTable | None
-    """The measured times that the plan was made from; None if nothing was measured."""
-    decomposed: Listing | None
-    """Which collectives were cut into sends and which not, and why; None if none were to be.
-    `print(step.decomposed.summary())`"""
-    losses: list[Tensor]
-    """Of the micro-batches of the last step."""
-    nondeterminism: tuple[str, ...]
-    """Why the bits of a step may differ from run to run, and so between one strand and two; empty
-    if nothing is known that makes them differ, as on the CPU."""
+class UserModule:
+    """The tensors of a user's module, as a step needs them: still those that it was compiled for,
+    with gradients under autograd's rules. See `step.StepTensors`."""
 
     def __init__(
         self,
-        compiled: CompiledStep,
-        costs: CostTable | None,
+        chunk: "ModuleWithLoss",
         gradients: ParameterGradients,
         binding: ModuleBinding,
         example: Batch,
         alike: ModuleAgreement,
     ) -> None:
-        self.plan = compiled.plan
-        self.costs = costs
-        self.decomposed = compiled.strands.listing
-        self.losses = []
-        self._compiled = compiled
+        self._chunk = chunk
         self._gradients = gradients
         self._binding = binding
         self._example = example
-        self._number = 0
-        self.nondeterminism = nondeterminism(example[0].device)
-        self._alike = alike
+        self.check_ranks = alike.check
 
-    def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """The mean loss of these micro-batches. The gradient (over an axis `dp_replicate` its
-        mean) is added to `param.grad`, or put there if that is None.
+    @property
+    def constants(self) -> Constants:
+        """Parameters and gradient sums, by (role, target)."""
+        return self._gradients.constants
 
-        `param.grad` may be a buffer of this step: after `zero_grad()` the next step writes to
-        the same memory, so clone what is needed longer.
-        """
-        return self._run(micro_batches, None)
-
-    def actions(self, micro_batches: int) -> tuple[Action, ...]:
-        """What this rank runs in a step of so many micro-batches, action by action; `print` shows
-        which forward and backward each of them puts together."""
-        return self._compiled.actions(micro_batches)
-
-    def check_ranks(self) -> None:
-        """Raise PeerError, naming weight and ranks, if parameters or buffers have come to differ
-        between ranks that must hold the same: plain ones over all ranks of the mesh (without one,
-        of the default group) unless `per_rank` named them, DTensors as they are laid out.
-
-        Done once by `compile_step`; do it before you save a checkpoint. Collective on the default
-        process group; about 1 s per GB of replicated weights on a CPU core.
-        """
-        self._alike.check()
-
-    def record(self, micro_batches: Sequence[Batch], label: str = "step") -> Timeline:
-        """The same step, recorded operator by operator: what was hidden and what was exposed."""
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        recorder = self._compiled.recorder()
-        self._run(micro_batches, recorder)
-        return recorder.timeline(label, rank)
-
-    def _run(self, micro_batches: Sequence[Batch], recorder: Recorder | None) -> Tensor:
-        check_batches(micro_batches, self._example)
-        if self._binding.check():
-            strands = self._compiled.strands
-            self._gradients.rebind(strands.module)
-            constants = {**strands.buffers(), **self._gradients.constants}
-            self._compiled.executor.rebind(constants)
+    def begin(self, batches: Sequence[Batch]) -> bool:
+        """Whether parameters or buffers were replaced. Raises InputError for micro-batches unlike
+        the example, and RunError for a module that is no longer what was compiled."""
+        check_batches(batches, self._example)
+        replaced = self._binding.check()
+        if replaced:
+            self._gradients.rebind(self._chunk)
         self._gradients.begin()
-        self._number += 1
-        self.losses = self._compiled.run(micro_batches, self._number, recorder)
+        return replaced
+
+    def finish(self) -> None:
+        """Put the gradients into `parameter.grad`."""
         self._gradients.finish()
-        return torch.stack(self.losses).mean()
 
 
 class ModuleWithLoss(nn.Module):
@@ -250,9 +200,9 @@ def _settings(config: PlanConfig, overlap: OverlapConfig, limits: MemoryLimits) 
     return StepSettings(plan=config, overlap=overlap, limits=limits, link=RunConfig().link, say=say)
 
 
-def _compiled(
-    compilation: Compilation, schedule: Schedule, gradients: ParameterGradients, data_rank: int
-) -> CompiledStep:
+def _step(
+    compilation: Compilation, schedule: Schedule, tensors: UserModule, data_rank: int
+) -> Step:
     """The step by this schedule: in traced order, by the user's own plan, or by measured times."""
     draws = Draws(seed=torch.initial_seed(), data_rank=data_rank)
     if schedule.name == "one_strand":
@@ -263,4 +213,5 @@ def _compiled(
         strands = compilation.chosen(given)
         plan = given or compilation.plan(strands, schedule)
         plan = compilation.checked(plan, strands)
-    return CompiledStep(strands, plan, gradients.constants, schedule, draws)
+    costs = compilation.tables.get(strands.digest)
+    return Step(strands, plan, tensors, schedule=schedule, draws=draws, costs=costs)

@@ -1,21 +1,18 @@
-"""One compiled step, for `compile_step`, for the trainer, for `plan` and `profile` alike:
+"""From traced graphs to a plan, for `compile_step`, for the trainer and for `profile` alike:
 
 trace -> decompose -> share over data-parallel ranks      `trace_candidates` (runtime.candidates)
       -> costs -> which passes are decomposed -> plan     `Compilation`
-      -> executor                                         `CompiledStep`
+      -> executor                                         `Step` (step)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
 
 from interlace.config import LinkConfig, OverlapConfig, PlanConfig
 from interlace.errors import InputError
-from interlace.graphs.dropout import seeds_for
-from interlace.ir.actions import Action
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan, read
 from interlace.lab.links import link_label
@@ -25,7 +22,6 @@ from interlace.measure.start_up import profile_strands
 from interlace.run_files import cache_directory
 from interlace.runtime.candidates import Candidates, choose_passes
 from interlace.runtime.executor import Batch
-from interlace.runtime.recorder import Clock, Recorder, clock_for
 from interlace.runtime.traced_strands import Strands
 from interlace.schedules.finder import Schedule
 from interlace.search.limits import MemoryLimits
@@ -66,7 +62,8 @@ class Compilation:
         self.tables: dict[str, CostTable] = {}
         """Measured times, by digest of the graphs."""
         self._example = example
-        self._constants = constants
+        self.constants = constants
+        """What the graphs' inputs stand for."""
         self._settings = settings
 
     def costs(self, strands: Strands) -> CostTable:
@@ -127,78 +124,9 @@ class Compilation:
                 strands,
                 self._example,
                 device,
-                self._constants,
+                self.constants,
                 repeats=settings.plan.profile_repeats,
                 machine=machine,
             ),
             say=settings.say,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draws:
-    """What masks of dropout depend on, beside step and micro-batch."""
-
-    seed: int = 0
-    data_rank: int = 0
-    """Numbers the ranks that see other data."""
-
-
-NO_DRAWS = Draws()
-"""For graphs without dropout."""
-
-
-class CompiledStep:
-    """Graphs in a planned order. Runs the micro-batches of a step and adds their gradients to the
-    sums among its constants."""
-
-    def __init__(
-        self,
-        strands: Strands,
-        plan: Plan,
-        constants: Constants,
-        schedule: Schedule | None = None,
-        draws: Draws = NO_DRAWS,
-    ) -> None:
-        """`schedule` is looked up by the plan's name if it is not given. Raises InputError for a
-        plan that cannot run."""
-        self.strands = strands
-        self.plan = plan
-        self.executor = strands.executor(plan, constants, schedule)
-        self.schedule = self.executor.schedule
-        self.draws = draws
-        self._device_type = next(iter(constants.values())).device.type
-
-    def run(
-        self, batches: Sequence[Batch], number: int, recorder: Recorder | None = None
-    ) -> list[Tensor]:
-        """Losses of the micro-batches of step `number` of training, on which masks depend."""
-        if self.strands.takes_seeds:
-            batches = [(*batch, self._seeds(number, i)) for i, batch in enumerate(batches)]
-        return self.executor.step(batches, recorder)
-
-    def recorder(self) -> Recorder:
-        """Something that notes each operator of one run."""
-        return Recorder(self.strands.op_graphs, self._clock.restarted())
-
-    def actions(self, micro_batches: int) -> tuple[Action, ...]:
-        """What this rank runs in a step of so many micro-batches."""
-        parts = self.strands.parts
-        return self.schedule.actions(micro_batches, parts, head=bool(self.plan.head))
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """What all ranks must have alike: the order of operators, and that of actions."""
-        order = self.schedule.digest(self.strands.parts, head=bool(self.plan.head))
-        return {"plan": self.plan.digest, "schedule": order}
-
-    def _seeds(self, number: int, micro_batch: int) -> Tensor:
-        draws = self.draws
-        return seeds_for(
-            draws.seed, step=number, micro_batch=micro_batch, data_rank=draws.data_rank
-        )
-
-    @cached_property
-    def _clock(self) -> Clock:
-        """Keeps the streams on which it stamps collectives over all recorded steps."""
-        return clock_for(self._device_type)

@@ -14,6 +14,8 @@ import pytest
 from interlace.errors import RunError
 from interlace.ranks.launch import _failure, assign_cores, launch
 
+pytestmark = pytest.mark.alone
+
 FOREVER = "sleep 600"
 PAUSE = f"signal {int(signal.SIGSTOP)}"
 KILL = f"signal {int(signal.SIGKILL)}"

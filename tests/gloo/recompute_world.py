@@ -21,7 +21,8 @@ from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.search.planner import make_plan
-from interlace.train.engines import StrandEngine
+from interlace.step import Step
+from interlace.train.engines import planned_step
 from interlace.train.weights import MasterWeights
 
 VOCABULARY, SEQUENCE = 64, 16
@@ -86,8 +87,8 @@ class Case:
         found = []
         with torch.no_grad():
             for step in range(steps):
-                losses = engine.step(self.family.batches(step))
-                facts = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(losses)}
+                engine(self.family.batches(step))
+                facts = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(engine.losses)}
                 for name, master in self.weights.masters.items():
                     assert master.grad is not None
                     facts[f"gradient {name}"] = bits(master.grad)
@@ -99,10 +100,10 @@ class Case:
             self.weights.publish()
         return found
 
-    def engine(self, plan: Plan) -> StrandEngine:
+    def engine(self, plan: Plan) -> Step:
         """Runs steps as planned; `gradients` says what a step gave."""
         constants = {**self.weights.constants(), **self.weights.buffers()}
-        return StrandEngine(self.weights, self.strands, plan, constants)
+        return planned_step(self.weights, self.strands, plan, constants)
 
     @property
     def gradients(self) -> dict[str, Tensor]:

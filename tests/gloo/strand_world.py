@@ -23,7 +23,8 @@ from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.search.planner import make_plan
-from interlace.train.engines import EagerEngine, Engine, StrandEngine
+from interlace.step import Step
+from interlace.train.engines import EagerEngine, Engine, planned_step
 from interlace.train.optimizer import build_optimizer
 from interlace.train.weights import MasterWeights, clip_gradients
 from orders import depth_first_order, random_order
@@ -100,12 +101,12 @@ class World:
             self.strands, batch, "cpu", self.constants, repeats=2, machine="test"
         )
 
-    def engine(self, plan: Plan | None = None) -> StrandEngine:
+    def engine(self, plan: Plan | None = None) -> Step:
         """Runs strands as planned; without a plan one strand after the other."""
         plan = plan or self.strands.sequential
-        return StrandEngine(self.weights, self.strands, plan, self.constants)
+        return planned_step(self.weights, self.strands, plan, self.constants)
 
-    def planned(self, search: str = "merge", costs: CostTable | None = None) -> StrandEngine:
+    def planned(self, search: str = "merge", costs: CostTable | None = None) -> Step:
         """Two strands in the order that a training run would plan here."""
         return self.engine(make_plan(self.strands.op_graphs, costs or self.costs(), search))
 
@@ -164,12 +165,18 @@ def train(world: World, engine: Engine, steps: int) -> list[dict[str, str]]:
     optimizer = build_optimizer(world.weights.parameters, OPTIMIZER)
     found = []
     for step in range(steps):
-        losses = engine.step(world.case.batches(step))
+        losses = losses_of(engine, world.case.batches(step))
         clip_gradients(world.weights.parameters, OPTIMIZER.clip_norm)
         optimizer.step()
         world.weights.publish()
         found.append(fingerprint(world, losses))
     return found
+
+
+def losses_of(engine: Engine, batches: list[Batch]) -> list[Tensor]:
+    """Run a step; the losses of its micro-batches."""
+    engine(batches)
+    return engine.losses
 
 
 def differences(one: list[dict[str, str]], other: list[dict[str, str]]) -> list[str]:

@@ -13,6 +13,8 @@ from interlace.bench.decompose_emulated import emulated_compute
 from interlace.bench.decompose_rows import DecomposeCase, rows_of, tables
 from interlace.bench.decompose_shapes import Job, Shape
 
+pytestmark = pytest.mark.alone
+
 MLP = Shape(block="mlp", width=64, rows=16, inner=8, head_size=8)
 ATTENTION = Shape(block="attention", width=64, rows=16, head_size=8)
 CAUSAL = Shape(block="attention", width=64, rows=16, head_size=8, causal=True)

@@ -30,7 +30,7 @@ from interlace.config import OptimizerConfig
 from interlace.errors import RunError
 from interlace.parallel.meshes import build_meshes
 from interlace.ranks.small_collectives import gather_json
-from interlace.train.engines import StrandEngine
+from interlace.train.engines import planned_step
 from interlace.train.optimizer import build_optimizer
 
 pytestmark = pytest.mark.gloo
@@ -128,9 +128,8 @@ def trained(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Masters of a small Llama, as a module, after a step of training on that layout."""
     meshes = build_meshes(parallel(layout), "cpu")
     rank = open_rank(layout, "llama", meshes, meshes.axis_of_group)
-    StrandEngine(rank.weights, rank.strands, rank.strands.sequential, rank.constants).step(
-        rank.batches
-    )
+    step = planned_step(rank.weights, rank.strands, rank.strands.sequential, rank.constants)
+    step(rank.batches)
     optimizer = build_optimizer(rank.weights.parameters, OptimizerConfig())
     optimizer.step()
     root = nn.Module()

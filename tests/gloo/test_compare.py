@@ -51,14 +51,19 @@ def compared(text: str) -> dict[str, Any]:
     with process_group(config):
         session = open_session(config)
         buffers = {
-            tuple(map(id, e.buffers.values())) for m, e in session.engines.items() if m != "eager"
-        }  # type: ignore[attr-defined]
+            tuple(
+                id(value)
+                for (role, _), value in each.tensors.constants.items()
+                if "gradient" in role
+            )
+            for each in session.steps.values()
+        }
         summary, timelines = compare(session, batches_of(session), lambda _: None)
         return {
             "summary": summary,
             "labels": [timeline.label for timeline in timelines],
-            "plans": {mode: plan.digest for mode, plan in session.plans.items()},
-            "searches": {mode: plan.search for mode, plan in session.plans.items()},
+            "plans": {mode: step.plan.digest for mode, step in session.steps.items()},
+            "searches": {mode: step.plan.search for mode, step in session.steps.items()},
             "buffers": len(buffers),
             "shared": session.engines["2"] is session.engines["merge"],
         }

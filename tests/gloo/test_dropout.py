@@ -197,20 +197,20 @@ def on_two_axes() -> dict[str, bool]:
         step = compiled(model, mesh)
         drops = [
             node.args
-            for node in step._compiled.strands.graphs["forward"].graph.nodes
+            for node in step.strands.graphs["forward"].graph.nodes
             if node.target == OP.default
         ]
         x, y = (mesh.get_local_rank(axis) for axis in "xy")
+        seeds = [step.seeds(index) for index in range(2)]
         step(data(2))
-        seeds = [step._compiled._seeds(1, index) for index in range(2)]
         losses = [whole_loss(*batch, seed) for batch, seed in zip(data(2), seeds, strict=True)]
         other = Model()
         for block in other.blocks:
             parallelize_module(
                 block, mesh["y"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
             )
-        draws = step._compiled.draws
-        elsewhere = compiled(other, mesh)._compiled.draws
+        draws = step.draws
+        elsewhere = compiled(other, mesh).draws
         return {
             "parts": [args[3] for args in drops] == [x, -1, y, -1],
             "losses": torch.allclose(torch.stack(step.losses), torch.stack(losses), rtol=1e-5),

@@ -14,9 +14,11 @@ from training import Workplace
 
 from interlace.cli.run_file import load_run_config
 from interlace.config import PlanConfig, RunConfig, TrainConfig, modes_of, tries_fallback
-from interlace.train.engines import StrandEngine
+from interlace.step import Step
 from interlace.train.fallback import Trial
 from interlace.train.worker import main
+
+pytestmark = pytest.mark.alone
 
 CONFIG = RunConfig(train=TrainConfig(steps=20), plan=PlanConfig(trial_steps=3))
 MS = 1_000_000
@@ -86,17 +88,17 @@ def test_all_ranks_decide_alike() -> None:
 
 def sleepy() -> dict[str, Any]:
     """A training run whose two-strand steps sleep on one rank."""
-    run, rank = StrandEngine.step, int(os.environ["RANK"])
+    run, rank = Step.__call__, int(os.environ["RANK"])
     modes: list[str] = []
 
-    def step(engine: StrandEngine, batches: Any) -> Any:
+    def step(engine: Step, batches: Any) -> Any:
         two = engine.executor.schedule.interleaves
         modes.append("2" if two else "1")
         time.sleep(0.3 if two and rank == 1 else 0)
         return run(engine, batches)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StrandEngine, "step", step)
+        patch.setattr(Step, "__call__", step)
         patch.chdir(os.environ["TRIAL_FOLDER"])
         given = {"train.steps": "12", "plan.trial_steps": "2", "output.record_every": "0"}
         main(load_run_config("run.toml", given | {"output.directory": "sleepy"}))

@@ -18,7 +18,8 @@ from interlace.ir.actions import Action, backward, forward, strands_of, together
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.runtime.fold import in_chunks
 from interlace.runtime.traced_strands import Strands
-from interlace.train.engines import StrandEngine
+from interlace.step import Step
+from interlace.train.engines import planned_step
 from interlace.train.optimizer import build_optimizer
 from interlace.train.weights import clip_gradients
 from orders import random_order
@@ -42,7 +43,7 @@ def tensor_parallel() -> dict[str, Any]:
         world = open_world(Case(tied_head=True), 2)
         one = train(world, world.engine(), STEPS)
         halves, plan = fold(world.strands, 3)
-        engine = StrandEngine(world.weights, halves, plan, world.constants)
+        engine = planned_step(world.weights, halves, plan, world.constants)
         found = differences(one, train(world, engine, STEPS))
         evaluated = [
             torch.stack(executor.evaluate(world.case.batches(99))).tolist()
@@ -73,22 +74,22 @@ def sharded() -> dict[str, list[str]]:
                 strands, plan = rank.strands, rank.strands.sequential
                 if folded:
                     strands, plan = fold(rank.strands, 5)
-                engine = StrandEngine(rank.weights, strands, plan, rank.constants)
+                engine = planned_step(rank.weights, strands, plan, rank.constants)
                 seen.append(trained(rank, engine))
             found[layout] = differences(*seen)
     return found
 
 
-def trained(rank: Rank, engine: StrandEngine) -> list[dict[str, str]]:
+def trained(rank: Rank, engine: Step) -> list[dict[str, str]]:
     """Bits of losses, gradients and weights after each step."""
     optimizer = build_optimizer(rank.weights.parameters, OPTIMIZER)
     steps = []
     for _ in range(STEPS):
-        losses = engine.step(rank.batches)
+        engine(rank.batches)
         clip_gradients(rank.weights.parameters, OPTIMIZER.clip_norm)
         optimizer.step()
         rank.weights.publish()
-        now = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(losses)}
+        now = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(engine.losses)}
         for name, master in rank.weights.masters.items():
             now[f"weight {name}"] = bits(master)
             now[f"gradient {name}"] = bits(master.grad)

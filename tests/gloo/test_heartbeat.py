@@ -11,7 +11,7 @@ from interlace.ranks.heartbeat import Ring, Verdict
 from interlace.ranks.identity import ProcessIdentity, ProcessView
 from interlace.ranks.silence import Limits
 
-pytestmark = pytest.mark.gloo
+pytestmark = pytest.mark.alone
 HERE = ProcessIdentity.of_this_process(0)
 LIMITS = Limits(heartbeat_s=0.5, dead_after_s=3.0)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from interlace.graphs import collectives
 from interlace.graphs.gloo_messages import Messages
 
+pytestmark = pytest.mark.alone
+
 RANKS = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int8)
 SPLITS = [[2, 0, 3], [0, 0, 0], [1, 4, 2]]

@@ -25,6 +25,8 @@ from interlace.measure.pairs import measure_lanes, time_transfer
 from interlace.measure.start_up import open_profiler, profile_strands
 from interlace.runtime.recorder import HostClock
 
+pytestmark = pytest.mark.alone
+
 
 def start_up() -> dict[str, Any]:
     """A child: what a training run measures before its first step."""

@@ -129,7 +129,7 @@ def sums_child(count: int = 32) -> dict[str, Any]:
         wide: dict[str, Tensor] = {}
         narrow: dict[str, Tensor] = {}
         for batch in batches:
-            engine.step([batch])
+            engine([batch])
             for name, gradient in case.gradients.items():
                 assert torch.equal(gradient.bfloat16().float(), gradient)  # a bfloat16 value
                 part = gradient / count  # a power of 2: exact
@@ -138,7 +138,7 @@ def sums_child(count: int = 32) -> dict[str, Any]:
         different = {}
         plans = {"one strand": case.strands.sequential, "two strands": case.planned()}
         for label, plan in plans.items():
-            case.engine(plan).step(batches)
+            case.engine(plan)(batches)
             totals = case.gradients
             different[label] = [name for name in wide if not torch.equal(wide[name], totals[name])]
     rounded = sum(torch.equal(wide[name], narrow[name].float()) for name in wide)

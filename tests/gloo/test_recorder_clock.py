@@ -23,6 +23,8 @@ from interlace.ir.graph import Kind, Operator, OpGraph
 from interlace.measure import stopwatch
 from interlace.runtime.recorder import Clock, CudaClock, HostClock, Recorder
 
+pytestmark = pytest.mark.alone
+
 
 class Stashing:
     """A work that keeps what it reads until the first wait on any stream, as NCCL's does."""

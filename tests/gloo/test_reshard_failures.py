@@ -16,7 +16,7 @@ from processes import RankResult, Ranks, gloo_group, run_ranks, start_ranks
 
 from interlace.ranks.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE
 
-pytestmark = pytest.mark.gloo
+pytestmark = pytest.mark.alone
 SURVIVORS_END_WITHIN_S = 5.0
 WORLD = 3
 

@@ -17,7 +17,7 @@ from training import Workplace
 from interlace.errors import RunError
 from interlace.ranks.attempt import meet
 
-pytestmark = pytest.mark.gloo
+pytestmark = pytest.mark.alone
 
 LIMIT_S = 200
 TORCHRUN = [

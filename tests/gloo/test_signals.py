@@ -9,7 +9,7 @@ from processes import gloo_group, start_ranks
 
 from interlace.ranks.signals import StopFlag, agreed
 
-pytestmark = pytest.mark.gloo
+pytestmark = pytest.mark.alone
 
 
 def train(steps: int) -> list[object]:

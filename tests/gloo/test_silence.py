@@ -16,7 +16,7 @@ from interlace.ranks.silence import Silence
 from interlace.ranks.supervise import Fault, Supervisor
 
 pytestmark = [
-    pytest.mark.gloo,
+    pytest.mark.alone,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 LIMITS = WatchdogConfig(heartbeat_s=0.05, dead_after_s=0.2, start_s=0.5, end_s=0.5)

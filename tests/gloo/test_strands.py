@@ -10,7 +10,7 @@ import plain_llama
 import pytest
 import torch
 from processes import gloo_group, run_ranks
-from strand_world import OPTIMIZER, Case, World, differences, open_world, train
+from strand_world import OPTIMIZER, Case, World, differences, losses_of, open_world, train
 from torch import Tensor
 
 from interlace.parallel.local_parts import local
@@ -64,7 +64,7 @@ def bit_facts(world: World, steps: int, random_plans: int) -> dict[str, Any]:
 def gradients(world: World, engine: Engine) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and this rank's gradients of the first step from the first weights."""
     world.reset()
-    losses = engine.step(world.case.batches(0))
+    losses = losses_of(engine, world.case.batches(0))
     masters = world.weights.masters
     return [float(loss) for loss in losses], {k: local(p.grad).clone() for k, p in masters.items()}
 
@@ -126,7 +126,7 @@ def plain_training(
     )
     worst = 0.0
     for step in range(SMALL_STEPS):
-        losses = engine.step(world.case.batches(step))
+        losses = losses_of(engine, world.case.batches(step))
         clip_gradients(world.weights.parameters, OPTIMIZER.clip_norm)
         ours.step()
         theirs.zero_grad()

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from processes import gloo_group, run_ranks
-from strand_world import Case, World, differences, fingerprint, open_world
+from strand_world import Case, World, differences, fingerprint, losses_of, open_world
 
 from interlace.search.planner import SEARCHES
-from interlace.train.engines import StrandEngine
+from interlace.step import Step
 
 CASE = Case(layers=1, heads=4, kv_heads=2, sequence=16)
 SEEDS = 60
@@ -37,7 +37,7 @@ class Pauses:
             self.slept.append(self.draw.uniform(0, LONGEST_S))
             time.sleep(self.slept[-1])
 
-    def compile_into(self, engine: StrandEngine) -> None:
+    def compile_into(self, engine: Step) -> None:
         """Before and after everything that the engine's graphs call."""
 
         def pause() -> None:  # a graph calls functions, not objects
@@ -54,7 +54,7 @@ class Pauses:
             lowered.module.recompile()
 
 
-def plans(world: World) -> dict[str, StrandEngine]:
+def plans(world: World) -> dict[str, Step]:
     costs = world.costs()
     engines = {search: world.planned(search, costs) for search in SEARCHES}
     engines |= {f"random {seed}": world.engine(world.random_plan(seed)) for seed in RANDOM_PLANS}
@@ -64,7 +64,7 @@ def plans(world: World) -> dict[str, StrandEngine]:
 def facts(world: World) -> dict[str, Any]:
     """What differs from one undisturbed strand, by plan."""
     batches = CASE.batches(0)
-    expected = fingerprint(world, world.engine().step(batches))
+    expected = fingerprint(world, losses_of(world.engine(), batches))
     pauses = Pauses()
     different: dict[str, list[str]] = {}
     for name, engine in plans(world).items():
@@ -72,7 +72,7 @@ def facts(world: World) -> dict[str, Any]:
         different[name] = []
         for seed in range(SEEDS):
             pauses.draw.seed(2 * seed + world.meshes.layout.get_rank())
-            found = fingerprint(world, engine.step(batches))
+            found = fingerprint(world, losses_of(engine, batches))
             different[name] += differences([expected], [found])
     return {
         "different": different,

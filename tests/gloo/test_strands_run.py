@@ -16,6 +16,7 @@ from strand_world import (
     World,
     differences,
     fingerprint,
+    losses_of,
     open_world,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +25,7 @@ from interlace.ir.graph import COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Timeline, overlaps
 from interlace.parallel.local_parts import local
 from interlace.runtime.executor import StepRun
-from interlace.train.engines import StrandEngine
+from interlace.step import Step
 from phases import both
 
 CASE = Case(heads=4, kv_heads=2)
@@ -62,7 +63,7 @@ class AliveAtEachOperator(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def deaths_of_saved_values(engine: StrandEngine) -> list[int]:
+def deaths_of_saved_values(engine: Step) -> list[int]:
     """How many values that forward saved for backward exist before each backward operator."""
     executor, batch = engine.executor, CASE.batches(0)[0]
     with torch.no_grad():
@@ -81,7 +82,7 @@ def memory_facts(world: World) -> dict[str, Any]:
     engine = world.planned()
     places, live = [], []
     for step in range(5):
-        losses = engine.step(CASE.batches(step))
+        losses = losses_of(engine, CASE.batches(step))
         gradients = [p.grad for p in world.weights.parameters]
         places.append([local(g).untyped_storage().data_ptr() for g in gradients if g.dim() > 1])
         del losses, gradients
@@ -121,8 +122,8 @@ def test_memory_stays_the_same_and_saved_values_die_at_their_last_use() -> None:
 def recorder_facts(world: World) -> dict[str, Any]:
     facts: dict[str, Any] = {"different": {}, "faults": {}, "collectives": {}, "kinds": {}}
     for name, engine in {"one": world.engine(), "two": world.planned()}.items():
-        plain = fingerprint(world, engine.step(CASE.batches(0)))
-        timeline = engine.record(CASE.batches(0), name, world.meshes.layout.get_rank())
+        plain = fingerprint(world, losses_of(engine, CASE.batches(0)))
+        timeline = engine.record(CASE.batches(0), label=name)
         recorded = fingerprint(world, engine.losses)
         facts["different"][name] = differences([plain], [recorded])
         facts["faults"][name] = timeline_faults(timeline, world)
@@ -133,8 +134,8 @@ def recorder_facts(world: World) -> dict[str, Any]:
             f"{s.micro_batch} {s.strand} {s.kind}" for s in timeline.collectives
         ]
     eager = world.eager()
-    plain = fingerprint(world, eager.step(CASE.batches(0)))
-    timeline = eager.record(CASE.batches(0), "eager", world.meshes.layout.get_rank())
+    plain = fingerprint(world, losses_of(eager, CASE.batches(0)))
+    timeline = eager.record(CASE.batches(0), label="eager")
     facts["different"]["eager"] = differences([plain], [fingerprint(world, eager.losses)])
     facts["eager compute overlaps"] = len(
         overlaps(tuple(s for s in timeline.spans if s.lane == COMPUTE_LANE))
@@ -225,7 +226,7 @@ def test_a_recorded_step_has_the_same_bits_and_a_sound_timeline() -> None:
 # The gate can fail
 
 
-def without_one_accumulation(world: World) -> tuple[StrandEngine, str]:
+def without_one_accumulation(world: World) -> tuple[Step, str]:
     """Two strands that forget to add one gradient; and the name of its parameter."""
     engine = world.planned()
     lowered = engine.executor.lowered[both(engine.executor.lowered)]
@@ -237,7 +238,7 @@ def without_one_accumulation(world: World) -> tuple[StrandEngine, str]:
     return engine, lowered.inputs[place][1].target
 
 
-def reordered(world: World, order: list[int]) -> StrandEngine:
+def reordered(world: World, order: list[int]) -> Step:
     """Two strands that take the wrong micro-batches."""
     engine = world.planned()
     step = engine.executor.step
@@ -248,7 +249,7 @@ def reordered(world: World, order: list[int]) -> StrandEngine:
 def mutation_facts(world: World) -> dict[str, Any]:
     """What the comparison of bits says about engines that are wrong on purpose."""
     batches = CASE.batches(0)
-    one = fingerprint(world, world.engine().step(batches))
+    one = fingerprint(world, losses_of(world.engine(), batches))
     engine, parameter = without_one_accumulation(world)
     engines = {
         "sound": world.planned(),
@@ -257,7 +258,8 @@ def mutation_facts(world: World) -> dict[str, Any]:
         "twice": reordered(world, [0, 1, 2, 2]),
     }
     facts = {
-        k: differences([one], [fingerprint(world, e.step(batches))]) for k, e in engines.items()
+        k: differences([one], [fingerprint(world, losses_of(e, batches))])
+        for k, e in engines.items()
     }
     return {**facts, "parameter": parameter, "gradients": len(world.weights.parameters)}
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from processes import run_ranks, start_ranks
 
-pytestmark = pytest.mark.gloo
+pytestmark = pytest.mark.alone
 DEAD_AFTER_S = 1.0
 START_S = 3.0
 END_S = 5.0

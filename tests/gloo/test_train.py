@@ -192,7 +192,7 @@ def test_going_on_with_other_ranks_leaves_no_records_of_those_that_are_gone(
     config = replace(RunConfig(), strands="eager")
     session: Any = SimpleNamespace(
         config=config, device=torch.device("cpu"), world_size=2, dataset=SimpleNamespace(digest=""),
-        costs=None, strands=None, plan=None,
+        costs=None, main=None, plan=None,
     )  # fmt: skip
     for rank in (0, 1, 2, 3, 10):
         store.write_whole(tmp_path / "timelines" / f"eager-rank{rank}.json", b"")

@@ -8,6 +8,8 @@ import psutil
 import pytest
 from training import Command, Workplace, send
 
+pytestmark = pytest.mark.alone
+
 BOUND_S = 5
 ENDLESS = ("--train.steps", "100000", "--output.record_every", "0")
 

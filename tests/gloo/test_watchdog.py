@@ -20,7 +20,7 @@ from interlace.config import WatchdogConfig
 from interlace.errors import InputError
 from interlace.ranks.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE, Watchdog
 
-pytestmark = pytest.mark.gloo
+pytestmark = pytest.mark.alone
 SURVIVORS_END_WITHIN_S = 5.0
 LARGE = 4_000_000  # float32 values: 16 MB
 

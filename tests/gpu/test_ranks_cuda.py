@@ -28,7 +28,7 @@ from interlace.graphs import collectives
 from interlace.ranks.agree import check_agreement, environment_fields
 from interlace.runtime.executor import Batch
 from interlace.runtime.recorder import CudaClock, Recorder, clock_for
-from interlace.train.engines import StrandEngine
+from interlace.step import Step
 from interlace.train.opening import open_session
 from interlace.train.session import process_group
 
@@ -66,10 +66,12 @@ class Poisoning(Recorder):
         return sorted({op.bytes_in for op in ops if op.is_collective})
 
 
-def bits(engine: StrandEngine, batches: Sequence[Batch], recorder: Recorder | None) -> list[Tensor]:
+def bits(step: Step, batches: Sequence[Batch], recorder: Recorder | None) -> list[Tensor]:
     """Losses and gradient sums of a step."""
-    losses = engine._step(batches, recorder)
-    return [x.clone() for x in (*losses, *engine.buffers.values())]
+    step.tensors.begin(batches)
+    losses = step.executor.step(batches, recorder)
+    sums = [value for (role, _), value in step.tensors.constants.items() if "gradient" in role]
+    return [x.clone() for x in (*losses, *sums)]
 
 
 def steps(config: RunConfig = LARGE) -> list[str]:
@@ -80,8 +82,8 @@ def steps(config: RunConfig = LARGE) -> list[str]:
         source = session.batches()
         batches = [session.move(next(source)) for _ in range(config.train.micro_batches)]
         one, two = session.engines["1"], session.engines["2"]
-        assert isinstance(one, StrandEngine)
-        assert isinstance(two, StrandEngine)
+        assert isinstance(one, Step)
+        assert isinstance(two, Step)
         clock, graphs = clock_for(session.device.type), two.strands.op_graphs
         wanted = bits(one, batches, None)
         found = {

@@ -191,7 +191,7 @@ def test_mesh_axes_use_their_links() -> None:
 
 
 def child_strands() -> dict[str, Any]:
-    from strand_world import Case, differences, open_world, train
+    from strand_world import Case, differences, losses_of, open_world, train
 
     with imagined_world(load_cluster("a800"), 2, slower=20.0) as imagined:
         world = open_world(Case(), 2)
@@ -205,8 +205,8 @@ def child_strands() -> dict[str, Any]:
             "shuffled": differences(one, shuffled),
             "free": differences(one, free),
         }
-        losses = world.eager().step(world.case.batches(0))
-        again = world.engine().step(world.case.batches(0))
+        losses = losses_of(world.eager(), world.case.batches(0))
+        again = losses_of(world.engine(), world.case.batches(0))
         close = [torch.allclose(a, b, rtol=1e-5) for a, b in zip(losses, again, strict=True)]
         finite = all(torch.isfinite(p).all() for p in world.weights.parameters)
     return {"differences": found, "close": all(close), "finite": bool(finite)}

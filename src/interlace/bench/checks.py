@@ -23,6 +23,7 @@ from interlace.api import Step, compile_step
 from interlace.bench.results import ResultRow, environment, slowdown, write_json
 from interlace.config import ModelConfig, PlanConfig
 from interlace.models import model_file
+from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.executor import Batch
 
 MICRO_BATCHES = 4
@@ -73,12 +74,11 @@ def _timed(
 ) -> tuple[list[float], list[float], list[float]]:
     """Milliseconds of (a step with the check, one without, the first less its check), turn by
     turn."""
-    binding = step._binding
-    check, taken = binding.check, [0.0]
+    check, taken = ModuleBinding.check, [0.0]
 
-    def timed_check() -> bool:
+    def timed_check(binding: ModuleBinding) -> bool:
         begin = time.perf_counter_ns()
-        rebound = check()
+        rebound = check(binding)
         taken[0] = (time.perf_counter_ns() - begin) / 1e6
         return rebound
 
@@ -88,11 +88,11 @@ def _timed(
         first = turn % 2  # which of the two comes first changes from turn to turn
         for which in (first, 1 - first):
             if which == 0:
-                with mock.patch.object(binding, "check", timed_check):
+                with mock.patch.object(ModuleBinding, "check", timed_check):
                     found[0].append(_ms(lambda: step(batches)))
                 found[2].append(found[0][-1] - taken[0])
             else:
-                with mock.patch.object(binding, "check", return_value=False):
+                with mock.patch.object(ModuleBinding, "check", return_value=False):
                     found[1].append(_ms(lambda: step(batches)))
     return found
 

@@ -67,21 +67,19 @@ class FreeTransfers:
         self.number = 0
         self.engine = engine
         self.world = world
+        self.losses: list[Tensor] = []
 
-    def step(self, batches: Sequence[Batch]) -> list[Tensor]:
+    def __call__(self, batches: Sequence[Batch]) -> Tensor:
         """As the engine's."""
         with self.world.free_transfers():
-            return self.engine.step(batches)
+            loss = self.engine(batches)
+        self.losses = self.engine.losses
+        return loss
 
-    def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline | None:
+    def record(self, batches: Sequence[Batch], label: str) -> Timeline | None:
         """As the engine's."""
         with self.world.free_transfers():
-            return self.engine.record(batches, label, rank)
-
-    @property
-    def losses(self) -> list[Tensor]:
-        """As the engine's."""
-        return self.engine.losses
+            return self.engine.record(batches, label=label)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +141,10 @@ def measure(case: ImaginedCase) -> tuple[list[ResultRow], str]:
         cluster, case.world, slower=case.slower, compile_kernel=compile_elementwise
     ) as world:
         session = open_session(config)
-        session.engines[FREE] = FreeTransfers(session.engines["2"], world)
+        engines = {**session.engines, FREE: FreeTransfers(session.engines["2"], world)}
         modes = (*config.compare.modes, FREE)
-        session.config = replace(config, compare=replace(config.compare, modes=modes))
+        config = replace(config, compare=replace(config.compare, modes=modes))
+        session = replace(session, engines=engines, config=config)
         source = session.dataset.batches(config.train.micro_batch_size)
         steps = [
             [session.move(next(source)) for _ in range(config.train.micro_batches)]

@@ -27,6 +27,7 @@ from interlace.runtime.peak_memory import Growth, measure_growth
 from interlace.search.memory import step_peak_bytes
 from interlace.search.step_bounds import step_bound_ns
 from interlace.sim.step import simulate_step
+from interlace.step import Step
 from interlace.train.optimizer import set_step
 from interlace.train.session import Session
 
@@ -67,9 +68,9 @@ def compare(
     for mode in modes:
         _load(session, results[mode].state)
         engine = session.engines[mode]
-        results[mode].timeline = engine.record(steps[-1], mode, session.rank)
+        results[mode].timeline = engine.record(steps[-1], label=mode)
         if session.config.compare.memory:
-            run = partial(engine.step, steps[-1])
+            run = partial(engine, steps[-1])
             results[mode].growth = measure_growth(run, session.device)
     _load(session, start)
     set_step(session.schedule, first)
@@ -89,7 +90,7 @@ def _take_turn(
     _synchronise(session)  # what `_load` copies on a device is no part of the step
     wall, cpu = time.perf_counter_ns(), time.process_time_ns()
     session.engines[mode].number = step
-    losses = session.engines[mode].step(batches)
+    loss = session.engines[mode](batches)
     if session.device.type == "cuda":
         torch.cuda.synchronize()
     result.graph_ns.append(time.perf_counter_ns() - wall)
@@ -97,7 +98,7 @@ def _take_turn(
     _synchronise(session)
     result.step_ns.append(time.perf_counter_ns() - wall)
     result.cpu_ns.append(time.process_time_ns() - cpu)
-    result.losses.append(float(torch.stack(losses).mean()))
+    result.losses.append(float(loss))
     _save(session, result.state)
 
 
@@ -191,12 +192,13 @@ def _same_graphs(
     first: dict[str, ModeResult] = {}
     pairs = []
     for mode, result in results.items():
-        strands = session.strands_of(mode)
-        if mode == "eager" or strands is None:
+        step = session.engines[mode]
+        if not isinstance(step, Step):
             continue
-        if strands.digest in first:
-            pairs.append((first[strands.digest], result))
-        first.setdefault(strands.digest, result)
+        digest = step.strands.digest
+        if digest in first:
+            pairs.append((first[digest], result))
+        first.setdefault(digest, result)
     return pairs
 
 
@@ -252,11 +254,10 @@ def _mode_row(session: Session, mode: Mode, result: ModeResult) -> dict[str, Any
 
 def _predicted(session: Session, mode: Mode) -> dict[str, Any]:
     """What the plan promises: time of the graphs of a step, a bound for it, peak of values."""
-    plan, strands = session.plans.get(mode), session.strands_of(mode)
-    costs = session.costs_of(mode)
-    if plan is None or strands is None:
+    step = session.engines[mode]
+    if not isinstance(step, Step):
         return {}
-    graphs = strands.op_graphs
+    plan, costs, graphs = step.plan, step.costs, step.strands.op_graphs
     counted = {"search": plan.search, "counted_bytes": step_peak_bytes(plan, graphs)}
     if costs is None:
         return counted

@@ -1,4 +1,4 @@
-"""The ways to run a step: two strands, one strand, plain eager autograd.
+"""The ways to run a step: planned strands (`step.Step`), and plain eager autograd.
 
 Each engine takes the micro-batches of a step and leaves the gradient of their mean loss in the
 master weights, in the parameters' own layout. They differ in nothing else, so runs can be
@@ -10,38 +10,37 @@ from contextlib import nullcontext
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from interlace.compiled import NO_DRAWS, CompiledStep, Draws
+from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes
 from interlace.parallel.tensor import finish_gradients, loss_context
 from interlace.runtime.eager_recorder import EagerRecorder
-from interlace.runtime.executor import Batch, StepExecutor
-from interlace.runtime.recorder import Recorder, clock_for
+from interlace.runtime.executor import Batch
+from interlace.runtime.recorder import clock_for
 from interlace.runtime.traced_strands import Strands
-from interlace.train.weights import MasterWeights
+from interlace.step import NO_DRAWS, Draws, Step
+from interlace.train.weights import MasterWeights, TrainedWeights
 
 
 class Engine(Protocol):
     """Runs the micro-batches of one step."""
 
-    def step(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Loss of each micro-batch (scalars); gradients are in the masters afterwards."""
-        ...
-
-    def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline | None:
-        """The same step, recorded operator by operator; None if that cannot be seen."""
-        ...
-
     number: int
     """Which step of training comes next; dropout depends on it."""
+    losses: list[Tensor]
+    """Of the micro-batches of the last step, recorded or not."""
 
-    @property
-    def losses(self) -> list[Tensor]:
-        """Losses of the last step, recorded or not."""
+    def __call__(self, micro_batches: Sequence[Batch], /) -> Tensor:
+        """The mean loss; gradients are in the masters afterwards."""
+        ...
+
+    def record(self, micro_batches: Sequence[Batch], /, label: str) -> Timeline | None:
+        """The same step, recorded operator by operator; None if that cannot be seen."""
         ...
 
 
@@ -60,11 +59,11 @@ class EagerEngine:
                 for name, parameter in weights.module.named_parameters()
             }
 
-    def step(self, batches: Sequence[Batch]) -> list[Tensor]:
+    def __call__(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of each micro-batch in turn."""
-        return self._step(batches, None)
+        return self._run(batches, None)
 
-    def _step(self, batches: Sequence[Batch], recorder: EagerRecorder | None) -> list[Tensor]:
+    def _run(self, batches: Sequence[Batch], recorder: EagerRecorder | None) -> Tensor:
         module = self.weights.module
         for parameter in (*module.parameters(), *self.weights.parameters):
             parameter.grad = None
@@ -85,7 +84,7 @@ class EagerEngine:
             if self._sums:
                 self.weights.set_gradients(self.weights.average(self._sums), self._layouts)
         finish_gradients(self.weights.parameters)
-        return self.losses
+        return torch.stack(self.losses).mean()
 
     def _add_up(self) -> None:
         """Where masters are not the module's parameters: sum this micro-batch's gradients in
@@ -100,56 +99,22 @@ class EagerEngine:
             self._layouts[name] = getattr(gradient, "placements", None)
             parameter.grad = None
 
-    def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline:
+    def record(self, batches: Sequence[Batch], label: str) -> Timeline:
         """The same step under a dispatch mode that stamps every operator."""
         recorder = EagerRecorder(self.meshes.axis_of_group, clock_for(batches[0][0].device.type))
-        self._step(batches, recorder)
-        return recorder.timeline(label, rank)
+        self._run(batches, recorder)
+        return recorder.timeline(label, dist.get_rank())
 
 
-class StrandEngine:
-    """Traced graphs in planned order."""
-
-    def __init__(
-        self,
-        weights: MasterWeights,
-        strands: Strands,
-        plan: Plan,
-        constants: Mapping[tuple[str, str], Tensor],
-        draws: Draws = NO_DRAWS,
-    ) -> None:
-        """`constants` are the weights' constants and
-        buffers; engines may share them."""
-        self.number = 0
-        self.weights = weights
-        self.compiled = CompiledStep(strands, plan, constants, draws=draws)
-        self.buffers = {key: tensor for key, tensor in constants.items() if "gradient" in key[0]}
-        self.losses: list[Tensor] = []
-
-    def step(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """All micro-batches of a step."""
-        return self._step(batches, None)
-
-    def _step(self, batches: Sequence[Batch], recorder: Recorder | None) -> list[Tensor]:
-        for buffer in self.buffers.values():
-            buffer.zero_()
-        self.losses = self.compiled.run(batches, self.number, recorder)
-        self.weights.set_gradients(self.buffers, self.strands.placements)
-        finish_gradients(self.weights.parameters)
-        return self.losses
-
-    @property
-    def strands(self) -> Strands:
-        """The graphs that it runs."""
-        return self.compiled.strands
-
-    @property
-    def executor(self) -> StepExecutor:
-        """What runs them."""
-        return self.compiled.executor
-
-    def record(self, batches: Sequence[Batch], label: str, rank: int) -> Timeline:
-        """The same graphs, run by the recorder's interpreter."""
-        recorder = self.compiled.recorder()
-        self._step(batches, recorder)
-        return recorder.timeline(label, rank)
+def planned_step(
+    weights: MasterWeights,
+    strands: Strands,
+    plan: Plan,
+    constants: Mapping[tuple[str, str], Tensor],
+    draws: Draws = NO_DRAWS,
+    costs: CostTable | None = None,
+) -> Step:
+    """Traced graphs in planned order. `constants` are the weights' constants and buffers; steps may
+    share them."""
+    tensors = TrainedWeights(weights, strands.placements, constants)
+    return Step(strands, plan, tensors, draws=draws, costs=costs)

@@ -46,10 +46,11 @@ def describe_environment(session: Session, directory: Path) -> None:
     found = {run_files.ENVIRONMENT: text, run_files.RUN: tomli_w.dumps(config.as_dict())}
     if session.costs is not None:
         found[run_files.COSTS] = store.dumps(session.costs)
-    if session.strands is not None and session.strands.listing is not None:
-        found[run_files.DECOMPOSE] = json.dumps(session.strands.listing.as_dict(), indent=1) + "\n"
-    if session.plan is not None and session.strands is not None:
-        found[run_files.PLAN] = plans.to_text(session.plan, session.strands.op_graphs)
+    main = session.main
+    if main is not None and main.decomposed is not None:
+        found[run_files.DECOMPOSE] = json.dumps(main.decomposed.as_dict(), indent=1) + "\n"
+    if main is not None and session.plan is not None:
+        found[run_files.PLAN] = plans.to_text(session.plan, main.strands.op_graphs)
     for name in (run_files.COSTS, run_files.DECOMPOSE, run_files.PLAN):
         if name not in found:  # of the run that this one goes on with
             (directory / name).unlink(missing_ok=True)

@@ -91,8 +91,8 @@ class Trainer:
     def _run(self, stop: StopFlag) -> str:
         session, config = self.session, self.config
         say(session, session.dataset.summary)
-        if session.strands is not None and session.strands.listing is not None:
-            say(session, session.strands.listing.summary())
+        if session.main is not None and session.main.decomposed is not None:
+            say(session, session.main.decomposed.summary())
         if session.plan is not None:
             say(session, f"plan by search {session.plan.search!r}{self._predicted()}")
         if config.compare.steps:
@@ -118,11 +118,12 @@ class Trainer:
 
     def _predicted(self) -> str:
         session = self.session
-        if session.plan is None or session.costs is None or session.strands is None:
+        step = session.steps["2"]
+        if step.costs is None:
             return ""
-        count, graphs = self.config.train.micro_batches, session.strands.op_graphs
-        step_ms = simulate_step(session.plan, graphs, session.costs, count).length_ns / 1e6
-        noisy = ", from noisy times" if noise_of(session.costs) else ""
+        count, graphs = self.config.train.micro_batches, step.strands.op_graphs
+        step_ms = simulate_step(step.plan, graphs, step.costs, count).length_ns / 1e6
+        noisy = ", from noisy times" if noise_of(step.costs) else ""
         return f": {step_ms:.0f} ms predicted for the {count} micro-batches of a step{noisy}"
 
     def _step(self, step: int) -> None:
@@ -136,9 +137,9 @@ class Trainer:
         began = time.perf_counter_ns()
         timeline = None
         if due and not trying:
-            timeline = engine.record(batches, mode, session.rank)
+            timeline = engine.record(batches, label=mode)
         else:
-            engine.step(batches)
+            engine(batches)
         rate = session.optimizer.param_groups[0]["lr"]
         loss = session.mean(torch.stack(engine.losses).mean())
         norm = self._update(step, loss)
@@ -221,12 +222,12 @@ class Trainer:
     def _prove(self) -> None:
         """Expected against measured communication of the last recorded step."""
         session, timeline = self.session, self.last_recorded
-        if timeline is None or session.plan is None or session.costs is None:
+        step = session.steps.get("2")
+        if timeline is None or step is None or step.costs is None:
             return
-        assert session.strands is not None
-        graphs, count = session.strands.op_graphs, self.config.train.micro_batches
-        plan = session.plan if timeline.label == "2" else session.strands.sequential
-        rows = proof_rows(plan, graphs, session.costs, timeline, count)
+        graphs, count = step.strands.op_graphs, self.config.train.micro_batches
+        plan = step.plan if timeline.label == "2" else step.strands.sequential
+        rows = proof_rows(plan, graphs, step.costs, timeline, count)
         self.write("proof", rows=rows)
         say(session, "one step's communication, expected by the plan and measured on rank 0:")
         say(session, proof_table(rows))

@@ -1,12 +1,13 @@
 """Open a session: model, data, weights and optimizer, then graphs, costs, plans and engines."""
 
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from interlace.compiled import Compilation, Draws, StepSettings
+from interlace.compiled import Compilation, StepSettings
 from interlace.config import Mode, RunConfig, modes_of
 from interlace.data.batches import open_dataset
 from interlace.decompose.rewrite.apply import Decompose
@@ -26,15 +27,18 @@ from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.rival import inductor_plan
 from interlace.runtime.traced_strands import Strands, build_strands
-from interlace.schedules.finder import find
+from interlace.schedules.finder import Schedule, find
+from interlace.step import Draws, Step
 from interlace.train.built_model import build_module, overridden_shape, published_shape
-from interlace.train.engines import EagerEngine, Engine, StrandEngine
+from interlace.train.engines import EagerEngine, Engine, planned_step
 from interlace.train.fully_sharded import FullyShardedEngine, sharded_twin
 from interlace.train.optimizer import build_optimizer, build_schedule
 from interlace.train.session import (
+    DECOMPOSED_MODES,
     DTYPES,
     PLAIN_MODES,
     Session,
+    Setup,
     vocabulary,
 )
 from interlace.train.weights import MasterWeights
@@ -45,19 +49,17 @@ SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
 
 def open_session(config: RunConfig) -> Session:
     """Build everything up to and including the plan. Collective; the process group exists."""
-    session, twin = _open(config)
-    _build_engines(session, twin)
-    return session
+    setup, twin = _open(config)
+    return Session(**vars(setup), engines=_engines(setup, twin))
 
 
-def open_graphs(config: RunConfig) -> Session:
-    """A session with graphs for two strands, but no plan and no engines. Collective."""
-    session, _ = _open(config)
-    _trace(session, session.move(next(session.batches())), strands=2)
-    return session
+def open_graphs(config: RunConfig) -> tuple[Setup, Compilation]:
+    """Graphs for two strands, of which nothing is planned or measured yet. Collective."""
+    setup, _ = _open(config)
+    return setup, _trace(setup, SCHEDULES[2])
 
 
-def _open(config: RunConfig) -> tuple[Session, nn.Module | None]:
+def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     check(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     given, config = config, published_shape(config)
@@ -88,29 +90,31 @@ def _open(config: RunConfig) -> tuple[Session, nn.Module | None]:
     weights = MasterWeights(module, dtype, data=data, meshes=meshes)
     optimizer = build_optimizer(weights.parameters, config.optimizer)
     schedule = build_schedule(optimizer, config.optimizer, config.train.steps)
-    session = Session(
+    setup = Setup(
         config, rank, world_size, device, meshes, dataset, weights, optimizer, schedule, drawn
     )
-    return session, twin
+    return setup, twin
 
 
-def _trace(session: Session, example: Batch, *, strands: int, plain: bool = False) -> None:
+def _trace(
+    setup: Setup, schedule: Schedule, *, plain: bool = False, eager: Engine | None = None
+) -> Compilation:
     """The graphs among which the run chooses, and what stands for their inputs."""
-    config, data, weights = session.config, session.weights.data, session.weights
+    config, data, weights = setup.config, setup.weights.data, setup.weights
+    example = setup.move(next(setup.batches()))
     candidates = trace_candidates(
-        lambda decompose: _strands(session, example, decompose),
-        decompose_of(config.overlap, session.device),
+        lambda decompose: _strands(setup, example, decompose),
+        decompose_of(config.overlap, setup.device),
         config.overlap.passes,
-        schedule=SCHEDULES[strands],
+        schedule=schedule,
         plain=plain,
     )
     reason = candidates.all.not_repeated
-    if reason and session.rank == 0:
+    if reason and setup.rank == 0:
         print(f"all layers are traced: {reason}", file=sys.stderr)
-    _say_if_rounded(session)
-    session.constants = {**weights.constants(), **weights.buffers()}
-    whole = isinstance(session.engines.get("eager"), EagerEngine)
-    if data is not None and data.gathers_each and not whole:
+    _say_if_rounded(setup)
+    constants = {**weights.constants(), **weights.buffers()}
+    if data is not None and data.gathers_each and not isinstance(eager, EagerEngine):
         weights.drop_whole()
     settings = StepSettings(
         plan=config.plan,
@@ -119,66 +123,87 @@ def _trace(session: Session, example: Batch, *, strands: int, plain: bool = Fals
         link=config.link,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    session.compilation = Compilation(candidates, example, session.constants, settings)
+    return Compilation(candidates, example, constants, settings)
 
 
-def _say_if_rounded(session: Session) -> None:
-    dtype = DTYPES[session.config.train.dtype]
-    is_narrow = dtype != torch.float32 and session.device.type == "cuda"
-    if is_narrow and session.rank == 0 and dtype not in wide_sums(session.device):
+def _say_if_rounded(setup: Setup) -> None:
+    dtype = DTYPES[setup.config.train.dtype]
+    is_narrow = dtype != torch.float32 and setup.device.type == "cuda"
+    if is_narrow and setup.rank == 0 and dtype not in wide_sums(setup.device):
         print(
-            f"gradients of matmuls are rounded to {session.config.train.dtype} before they are "
+            f"gradients of matmuls are rounded to {setup.config.train.dtype} before they are "
             f"summed: torch {torch.__version__} cannot add them to float32 on this GPU",
             file=sys.stderr,
         )
 
 
-def _build_engines(session: Session, twin: nn.Module | None) -> None:
-    modes = modes_of(session.config)
+def _engines(setup: Setup, twin: nn.Module | None) -> dict[Mode, Engine]:
+    """Every way to run a step that the run file asks for."""
+    modes = modes_of(setup.config)
+    engines: dict[Mode, Engine] = {}
     if "eager" in modes:
-        session.engines["eager"] = _eager_engine(session, twin)
+        engines["eager"] = _eager_engine(setup, twin)
     if modes == {"eager"}:
-        return
-    example = session.move(next(session.batches()))
-    strands = 1 if session.config.strands == "1" else 2
-    _trace(session, example, strands=strands, plain=bool(modes & PLAIN_MODES))
-    compilation = session.compilation
-    assert compilation is not None
-    given = compilation.given_plan() if session.config.strands == "2" else None
-    session.strands = compilation.chosen(given)
-    engines: dict[tuple[str, str], StrandEngine] = {}
-    for mode in sorted(modes - {"eager"}):
-        plan = _plan(session, compilation, mode, given)
-        graphs = session.strands_of(mode)
-        assert graphs is not None
-        key = (graphs.digest, plan.digest)
-        if key not in engines:
-            engines[key] = StrandEngine(
-                session.weights, graphs, plan, session.constants, _draws(session)
+        return engines
+    strands = 1 if setup.config.strands == "1" else 2
+    compilation = _trace(
+        setup,
+        SCHEDULES[strands],
+        plain=bool(modes & PLAIN_MODES),
+        eager=engines.get("eager"),
+    )
+    # All plans first: one that is made measures times, which are those of steps without a search.
+    plans = _plans(setup.config, compilation, sorted(modes - {"eager"}))
+    made: dict[tuple[str, str, str], Step] = {}
+    for mode, (graphs, plan) in plans.items():
+        key = (graphs.digest, plan.search, plan.digest)
+        if key not in made:
+            costs, draws = compilation.tables.get(graphs.digest), _draws(setup)
+            made[key] = planned_step(
+                setup.weights, graphs, plan, compilation.constants, draws, costs
             )
-        session.plans[mode] = plan
-        session.engines[mode] = engines[key]
+        engines[mode] = made[key]
+    return engines
 
 
-def _strands(session: Session, example: Batch, decompose: Decompose | None) -> Strands:
-    config = session.config
-    with loss_context(session.meshes.tensor):
+def _plans(
+    config: RunConfig, compilation: Compilation, modes: list[Mode]
+) -> dict[Mode, tuple[Strands, Plan]]:
+    """The graphs that each way to run strands works on, and its plan."""
+    given = compilation.given_plan() if config.strands == "2" else None
+    candidates, chosen = compilation.candidates, compilation.chosen(given)
+    plans: dict[Mode, tuple[Strands, Plan]] = {}
+    for mode in modes:
+        graphs: Strands | None = chosen
+        if mode in PLAIN_MODES:
+            graphs = candidates.plain
+        elif mode in DECOMPOSED_MODES:
+            graphs = candidates.all
+        assert graphs is not None
+        made = [plan for _, plan in plans.values()]
+        plans[mode] = graphs, _plan(config, compilation, mode, graphs, given, made)
+    return plans
+
+
+def _strands(setup: Setup, example: Batch, decompose: Decompose | None) -> Strands:
+    config = setup.config
+    with loss_context(setup.meshes.tensor):
         return build_strands(
-            session.weights.module,
+            setup.weights.module,
             example,
-            session.meshes.axis_of_group,
-            data=session.weights.data,
+            setup.meshes.axis_of_group,
+            data=setup.weights.data,
             recompute=policy_of(config.train),
             repeat=config.model.source == "interlace",
             decompose=decompose,
-            wide_sums=wide_sums(session.device),
+            wide_sums=wide_sums(setup.device),
         )
 
 
-def _draws(session: Session) -> Draws:
-    meshes = session.meshes
+def _draws(setup: Setup) -> Draws:
+    meshes = setup.meshes
     data_rank = meshes.data_rank * meshes.context.size() + meshes.context.get_local_rank()
-    return Draws(seed=session.config.train.seed, data_rank=data_rank)
+    return Draws(seed=setup.config.train.seed, data_rank=data_rank)
 
 
 def _can_fully_shard(config: RunConfig) -> bool:
@@ -188,17 +213,23 @@ def _can_fully_shard(config: RunConfig) -> bool:
     )
 
 
-def _eager_engine(session: Session, twin: nn.Module | None) -> Engine:
+def _eager_engine(setup: Setup, twin: nn.Module | None) -> Engine:
     """PyTorch's own `fully_shard` where it does the same; else autograd on whole weights."""
-    if twin is None or session.weights.data is None:
-        return EagerEngine(session.weights, session.meshes)
-    return FullyShardedEngine(session.weights, twin, session.weights.data)
+    if twin is None or setup.weights.data is None:
+        return EagerEngine(setup.weights, setup.meshes)
+    return FullyShardedEngine(setup.weights, twin, setup.weights.data)
 
 
-def _plan(session: Session, compilation: Compilation, mode: Mode, given: Plan | None) -> Plan:
-    """The plan of a way to run strands; `given` is that of mode 2, if a file has it."""
-    strands = session.strands_of(mode)
-    assert strands is not None
+def _plan(
+    config: RunConfig,
+    compilation: Compilation,
+    mode: Mode,
+    strands: Strands,
+    given: Plan | None,
+    made: Sequence[Plan],
+) -> Plan:
+    """The plan of a way to run strands; `given` is that of mode 2, if a file has it, and `made` are
+    those of other ways."""
     if mode in ("1", "plain-1", "decomposed-1"):
         return strands.sequential
     if mode == "2" and given is not None:
@@ -206,8 +237,8 @@ def _plan(session: Session, compilation: Compilation, mode: Mode, given: Plan | 
     costs = compilation.costs(strands)
     if mode == "inductor":
         return inductor_plan(strands, costs)
-    search = session.config.plan.search if mode in ("2", "plain-2", "decomposed-2") else mode
-    for plan in session.plans.values():
+    search = config.plan.search if mode in ("2", "plain-2", "decomposed-2") else mode
+    for plan in made:
         made_for = (plan.search, plan.cost_digest, plan.graph_digest)
         if made_for == (search, costs.digest, strands.digest):
             return plan

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from interlace.compiled import Compilation
 from interlace.config import CompareConfig, RunConfig
 from interlace.errors import InputError
 from interlace.ir import store
@@ -29,7 +30,7 @@ from interlace.ranks.signals import StopFlag, agreed
 from interlace.ranks.small_collectives import broadcast_text, is_first_rank, largest
 from interlace.report.cost_tables import cost_summary
 from interlace.train.opening import open_graphs
-from interlace.train.session import Session
+from interlace.train.session import Setup
 from interlace.train.worker import run_rank
 
 STOPPED = 130
@@ -71,11 +72,10 @@ def profile_command(config: RunConfig, output: Path, *, again: bool, progress: P
 
 
 def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag) -> int:
-    session = open_graphs(config)
-    assert session.compilation is not None
-    strands = session.compilation.candidates.whole
-    check_agreement({"data": session.dataset.digest, "graph": strands.digest})
-    machine = machine_id(session.device.type, link_label(config.link))
+    setup, compilation = open_graphs(config)
+    strands = compilation.candidates.whole
+    check_agreement({"data": setup.dataset.digest, "graph": strands.digest})
+    machine = machine_id(setup.device.type, link_label(config.link))
     empty = CostTable(operators={}, source="profile", graph_digest=strands.digest, machine=machine)
     table, is_current = starting_point(files, empty)
     first = is_first_rank()
@@ -85,7 +85,7 @@ def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag
             print(f"{files.output} is current; --again measures it again", file=sys.stderr)
         return 0
     try:
-        table = _measure_all(session, table, files, progress, stop)
+        table = _measure_all(setup, compilation, table, files, progress, stop)
     except _Stopped:
         if first:
             kept = f"what was measured is kept in {files.partial}; run it again to continue"
@@ -100,13 +100,19 @@ def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag
 
 
 def _measure_all(
-    session: Session, table: CostTable, files: Files, progress: Progress, stop: StopFlag
+    setup: Setup,
+    compilation: Compilation,
+    table: CostTable,
+    files: Files,
+    progress: Progress,
+    stop: StopFlag,
 ) -> CostTable:
-    assert session.compilation is not None
-    strands = session.compilation.candidates.whole
-    batches = session.dataset.batches(session.config.train.micro_batch_size)
+    batches = setup.dataset.batches(setup.config.train.micro_batch_size)
     profiler = open_profiler(
-        strands, session.move(next(batches)), session.device.type, session.constants
+        compilation.candidates.whole,
+        setup.move(next(batches)),
+        setup.device.type,
+        compilation.constants,
     )
     todo: list[Measurement] = measurements(profiler, partial(_alone, profiler, stop))
     for index, each in enumerate(todo):

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import get_args
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from interlace.config import Architecture, RunConfig
 from interlace.data.batches import Batches
 from interlace.models.hugging_face_files import folder_digest
-from interlace.parallel.own_buffers import own_buffers
 from interlace.ranks.agree import Content, check_agreement, check_contents, environment_fields
 from interlace.ranks.replicas import random_state, tensor_contents
 from interlace.ranks.small_collectives import alone
 from interlace.ranks.source_files import own_code_contents, package_contents
 from interlace.search.planner import SEARCHES
 from interlace.train.session import Session
+from interlace.train.weights import module_buffers, weight_contents
 
 _WEIGHTS_HINT = (
     "the ranks that share a weight must begin with the same one: build the model from the same "
@@ -50,11 +50,7 @@ def check_built(session: Session) -> None:
     if alone():
         return
     check_agreement(_built(session))
-    masters = {f"weight {name!r}": each for name, each in session.weights.masters.items()}
-    check_contents(
-        tensor_contents(masters) + module_buffers(session.weights.module, None) + _draws(session),
-        hint=_WEIGHTS_HINT,
-    )
+    check_contents(weight_contents(session.weights) + _draws(session), hint=_WEIGHTS_HINT)
     check_agreement(_order(session.batches()))
 
 
@@ -119,9 +115,10 @@ def _model_software(config: RunConfig) -> dict[str, str]:
 
 def _built(session: Session) -> dict[str, str]:
     fields = {"data": session.dataset.digest}
-    if session.strands is not None:
-        fields["graph"] = session.strands.digest
-    return fields | {f"plan of mode {mode}": plan.digest for mode, plan in session.plans.items()}
+    if session.main is not None:
+        fields["graph"] = session.main.strands.digest
+    plans = {mode: step.plan for mode, step in session.steps.items()}
+    return fields | {f"plan of mode {mode}": plan.digest for mode, plan in plans.items()}
 
 
 def _order(batches: Batches) -> dict[str, str]:
@@ -140,13 +137,6 @@ def _label(name: str) -> str:
         return f"weight {rest!r}"
     weight, _, key = rest.rpartition(".")
     return f"{key} of the optimizer for {weight!r}"
-
-
-def module_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> list[Content]:
-    """Buffers of a model, of which ranks may hold their own rows."""
-    buffers = {f"buffer {name!r}": each for name, each in module.named_buffers()}
-    own = {f"buffer {name!r}": place for name, place in own_buffers(module)}
-    return tensor_contents(buffers, own=own, group=group)
 
 
 def _draws(session: Session) -> list[Content]:

@@ -2,16 +2,15 @@
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.compiled import Compilation
 from interlace.config import Mode, RunConfig, parse_rate
 from interlace.data.batches import Batches, Dataset
 from interlace.errors import InputError, RunError
@@ -26,8 +25,8 @@ from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
 from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
-from interlace.runtime.traced_strands import Strands
-from interlace.train.engines import Engine, StrandEngine
+from interlace.step import Step
+from interlace.train.engines import Engine
 from interlace.train.weights import MasterWeights, clip_gradients
 
 PLAIN_MODES = frozenset[Mode]({"plain-1", "plain-2"})
@@ -114,8 +113,8 @@ def _watchdog(
 
 
 @dataclass
-class Session:
-    """What training needs; engines share weights, graphs and gradient buffers."""
+class Setup:
+    """What one rank trains: data, weights and optimizer on its device, and its place."""
 
     config: RunConfig
     rank: int
@@ -126,18 +125,37 @@ class Session:
     weights: MasterWeights
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
-    drawn: bytes = b""
+    drawn: bytes
     """Where the random generators stood when the model was built, as a digest: ranks that hold
     different parts of it must have drawn them from the same whole."""
-    compilation: Compilation | None = None
-    """The graphs among which the run chooses, with their measured times; None if nothing is
-    traced."""
-    strands: Strands | None = None
-    """The graphs that the run works on."""
-    plans: dict[Mode, Plan] = field(default_factory=dict)
-    engines: dict[Mode, Engine] = field(default_factory=dict)
-    constants: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    """What the graphs' inputs stand for, by (role, target): weights and gradient sums."""
+
+    def batches(self, position: int = 0) -> Batches:
+        """The micro-batches of this rank's share of the data, from that sample on."""
+        return self.dataset.batches(
+            self.config.train.micro_batch_size,
+            position,
+            shard=self.meshes.data_rank,
+            num_shards=self.meshes.data_ranks,
+        )
+
+    def move(self, batch: tuple[Tensor, Tensor]) -> Batch:
+        """What this rank sees of a batch, on its device."""
+        if self.config.parallel.context > 1:
+            mesh, method = self.meshes.context, self.config.parallel.context_method
+            length = self.config.data.sequence_length
+            own = local_positions(length, mesh.size(), mesh.get_local_rank(), method)
+            batch = (batch[0][:, own], batch[1][:, own])
+        tokens, targets = batch
+        return tokens.to(self.device), targets.to(self.device)
+
+
+@dataclass
+class Session(Setup):
+    """What training needs: a setup, and the ways to run its steps, which share weights and
+    gradient sums."""
+
+    engines: Mapping[Mode, Engine]
+    """By mode; at least that of `config.strands`."""
 
     @property
     def constant_bytes(self) -> int:
@@ -151,14 +169,26 @@ class Session:
         return self.engines[self.config.strands]
 
     @property
-    def costs(self) -> CostTable | None:
-        """The measured times of the graphs that the run works on."""
-        return self._measured(self.strands)
+    def steps(self) -> dict[Mode, Step]:
+        """The engines that run traced graphs."""
+        return {mode: each for mode, each in self.engines.items() if isinstance(each, Step)}
+
+    @property
+    def main(self) -> Step | None:
+        """A step on the graphs that the run chose; None if it runs none. Of two strands if there
+        are, else of one."""
+        chosen = {m: s for m, s in self.steps.items() if m not in PLAIN_MODES | DECOMPOSED_MODES}
+        return chosen.get("2") or next(iter(chosen.values()), None)
 
     @property
     def plan(self) -> Plan | None:
         """Of two strands, if there is one."""
-        return self.plans.get("2")
+        return self.steps["2"].plan if "2" in self.steps else None
+
+    @property
+    def costs(self) -> CostTable | None:
+        """The measured times of the graphs that the run works on."""
+        return self.main.costs if self.main is not None else None
 
     def update(self, step: int) -> float:
         """Clip, step the optimizer and its schedule, publish. Returns the gradient norm.
@@ -177,38 +207,11 @@ class Session:
         self.weights.publish()
         return norm
 
-    def strands_of(self, mode: Mode) -> Strands | None:
-        """The graphs that a way to run strands works on."""
-        if self.compilation is None:
-            return None
-        candidates = self.compilation.candidates
-        if mode in PLAIN_MODES:
-            return candidates.plain
-        return candidates.all if mode in DECOMPOSED_MODES else self.strands
-
-    def costs_of(self, mode: Mode) -> CostTable | None:
-        """The measured times of these graphs, if they were measured."""
-        return self._measured(self.strands_of(mode))
-
-    def _measured(self, strands: Strands | None) -> CostTable | None:
-        if strands is None or self.compilation is None:
-            return None
-        return self.compilation.tables.get(strands.digest)
-
-    def batches(self, position: int = 0) -> Batches:
-        """The micro-batches of this rank's share of the data, from that sample on."""
-        return self.dataset.batches(
-            self.config.train.micro_batch_size,
-            position,
-            shard=self.meshes.data_rank,
-            num_shards=self.meshes.data_ranks,
-        )
-
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Losses of micro-batches on this rank, with the weights as they are now."""
-        engine, data = self.engines.get(self.config.strands), self.weights.data
-        if data is not None and data.gathers_each and isinstance(engine, StrandEngine):
+        engine, data = self.engine, self.weights.data
+        if data is not None and data.gathers_each and isinstance(engine, Step):
             return engine.executor.evaluate(batches)
         self.weights.gather()
         module = self.weights.module.eval()
@@ -227,16 +230,6 @@ class Session:
         for name in (SHARD_AXIS, REPLICATE_AXIS):
             dist.all_reduce(total, group=self.meshes.weights.get_group(name))
         return float(total) / data.ranks
-
-    def move(self, batch: tuple[Tensor, Tensor]) -> Batch:
-        """What this rank sees of a batch, on its device."""
-        if self.config.parallel.context > 1:
-            mesh, method = self.meshes.context, self.config.parallel.context_method
-            length = self.config.data.sequence_length
-            own = local_positions(length, mesh.size(), mesh.get_local_rank(), method)
-            batch = (batch[0][:, own], batch[1][:, own])
-        tokens, targets = batch
-        return tokens.to(self.device), targets.to(self.device)
 
 
 def vocabulary(config: RunConfig, tokens: int) -> int:

@@ -6,7 +6,7 @@ after each optimizer step. Where data-parallel ranks share weights, masters are 
 mesh of weights, and those of a sharded bucket are views of one flat tensor (`parallel.data`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,11 @@ from torch.distributed.tensor.placement_types import Placement
 from interlace.parallel.data import Bucket, DataLayout, Weight, cut, placements_of, views
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import SHARD_AXIS, Meshes
+from interlace.parallel.own_buffers import own_buffers
+from interlace.parallel.tensor import finish_gradients
+from interlace.ranks.agree import Content, check_contents
+from interlace.ranks.replicas import tensor_contents
+from interlace.runtime.executor import Batch
 
 # Functional collectives are seen by the recorder of eager steps.
 _functional = torch.ops._c10d_functional
@@ -182,6 +187,52 @@ class MasterWeights:
             if self.data is not None and layout:
                 layout = (*master.placements[:2], layout[0])
             master.grad = _laid_out(part, master.device_mesh, layout or master.placements, master)
+
+
+class TrainedWeights:
+    """Master weights as a step needs them: sums of gradients that begin at zero each time and
+    become the masters' gradients. See `step.StepTensors`."""
+
+    def __init__(
+        self,
+        weights: MasterWeights,
+        placements: Mapping[str, tuple[Placement, ...] | None],
+        constants: Mapping[tuple[str, str], Tensor],
+    ) -> None:
+        """`placements` are those of `MasterWeights.set_gradients`; `constants` are the weights'
+        constants and buffers."""
+        self.constants = constants
+        self.sums = {key: tensor for key, tensor in constants.items() if "gradient" in key[0]}
+        self._weights = weights
+        self._placements = placements
+
+    def begin(self, batches: Sequence[Batch]) -> bool:
+        """The masters never move."""
+        for total in self.sums.values():
+            total.zero_()
+        return False
+
+    def finish(self) -> None:
+        """Hand the sums to the masters."""
+        self._weights.set_gradients(self.sums, self._placements)
+        finish_gradients(self._weights.parameters)
+
+    def check_ranks(self) -> None:
+        """Raise PeerError for masters or buffers that have come to differ. Collective."""
+        check_contents(weight_contents(self._weights))
+
+
+def weight_contents(weights: MasterWeights) -> list[Content]:
+    """Masters and buffers, for ranks to compare. Collective."""
+    masters = {f"weight {name!r}": each for name, each in weights.masters.items()}
+    return tensor_contents(masters) + module_buffers(weights.module, None)
+
+
+def module_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> list[Content]:
+    """Buffers of a model, of which ranks may hold their own rows."""
+    buffers = {f"buffer {name!r}": each for name, each in module.named_buffers()}
+    own = {f"buffer {name!r}": place for name, place in own_buffers(module)}
+    return tensor_contents(buffers, own=own, group=group)
 
 
 class _Shards:

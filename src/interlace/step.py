@@ -1,0 +1,165 @@
+"""A step of training: graphs in a planned order, and where their gradients go."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from interlace.decompose.listing import Listing
+from interlace.graphs.dropout import seeds_for
+from interlace.ir.actions import Action
+from interlace.ir.costs import CostTable
+from interlace.ir.plan import Plan
+from interlace.ir.timeline import Timeline
+from interlace.ranks.determinism import nondeterminism
+from interlace.runtime.executor import Batch, StepExecutor
+from interlace.runtime.recorder import Clock, Recorder, clock_for
+from interlace.runtime.traced_strands import Strands
+from interlace.schedules.finder import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """What masks of dropout depend on, beside step and micro-batch."""
+
+    seed: int = 0
+    data_rank: int = 0
+    """Numbers the ranks that see other data."""
+
+
+NO_DRAWS = Draws()
+"""For graphs without dropout."""
+
+
+class StepTensors(Protocol):
+    """Weights that a step reads and sums that it adds gradients to: of a user's module
+    (`runtime.user_module`), or of the trainer's float32 weights (`train.weights`)."""
+
+    @property
+    def constants(self) -> Mapping[tuple[str, str], Tensor]:
+        """What the graphs' inputs stand for, by (role, target)."""
+        ...
+
+    def begin(self, batches: Sequence[Batch]) -> bool:
+        """Get ready for these micro-batches, which are checked. Whether `constants` holds other
+        tensors than it did at the step before."""
+        ...
+
+    def finish(self) -> None:
+        """Hand the gradients over to the parameters."""
+        ...
+
+    def check_ranks(self) -> None:
+        """Raise PeerError for weights or buffers that have come to differ. Collective."""
+        ...
+
+
+class Step:
+    """What `compile_step` returns, and what `interlace train` runs."""
+
+    plan: Plan
+    """The order of operators, with the predicted times of each phase."""
+    costs: CostTable | None
+    """The measured times that the plan was made from; None if nothing was measured."""
+    decomposed: Listing | None
+    """Which collectives were cut into sends and which not, and why; None if none were to be.
+    `print(step.decomposed.summary())`"""
+    losses: list[Tensor]
+    """Of the micro-batches of the last step."""
+    number: int
+    """Which step of training comes next, counted from 1; masks of dropout depend on it."""
+    nondeterminism: tuple[str, ...]
+    """Why the bits of a step may differ from run to run, and so between one strand and two; empty
+    if nothing is known that makes them differ, as on the CPU."""
+
+    def __init__(
+        self,
+        strands: Strands,
+        plan: Plan,
+        tensors: StepTensors,
+        *,
+        schedule: Schedule | None = None,
+        draws: Draws = NO_DRAWS,
+        costs: CostTable | None = None,
+    ) -> None:
+        """`schedule` is looked up by the plan's name if it is not given. Raises InputError for a
+        plan that cannot run."""
+        self.strands = strands
+        self.plan = plan
+        self.costs = costs
+        self.decomposed = strands.listing
+        self.losses = []
+        self.number = 1
+        self.draws = draws
+        self.executor: StepExecutor = strands.executor(plan, tensors.constants, schedule)
+        self.tensors = tensors
+        self._device = next(iter(tensors.constants.values())).device
+        self.nondeterminism = nondeterminism(self._device)
+
+    def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """The mean loss of these micro-batches. The gradient (over an axis `dp_replicate` its
+        mean) is added to `param.grad`, or put there if that is None.
+
+        `param.grad` may be a buffer of this step: after `zero_grad()` the next step writes to
+        the same memory, so clone what is needed longer.
+        """
+        return self._run(micro_batches, None)
+
+    def actions(self, micro_batches: int) -> tuple[Action, ...]:
+        """What this rank runs in a step of so many micro-batches, action by action; `print` shows
+        which forward and backward each of them puts together."""
+        parts = self.strands.parts
+        return self.executor.schedule.actions(micro_batches, parts, head=bool(self.plan.head))
+
+    def check_ranks(self) -> None:
+        """Raise PeerError, naming weight and ranks, if parameters or buffers have come to differ
+        between ranks that must hold the same: plain ones over all ranks of the mesh (without one,
+        of the default group) unless `per_rank` named them, DTensors as they are laid out.
+
+        Done once by `compile_step`; do it before you save a checkpoint. Collective on the default
+        process group; about 1 s per GB of replicated weights on a CPU core.
+        """
+        self.tensors.check_ranks()
+
+    def record(self, micro_batches: Sequence[Batch], label: str = "step") -> Timeline:
+        """The same step, recorded operator by operator: what was hidden and what was exposed."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        recorder = Recorder(self.strands.op_graphs, self._clock.restarted())
+        self._run(micro_batches, recorder)
+        return recorder.timeline(label, rank)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """What all ranks must have alike: the order of operators, and that of actions."""
+        schedule, head = self.executor.schedule, bool(self.plan.head)
+        return {
+            "plan": self.plan.digest,
+            "schedule": schedule.digest(self.strands.parts, head=head),
+        }
+
+    def seeds(self, micro_batch: int) -> Tensor:
+        """Seeds of the masks that a micro-batch of the next step gets, counted from 0."""
+        draws = self.draws
+        return seeds_for(
+            draws.seed, step=self.number, micro_batch=micro_batch, data_rank=draws.data_rank
+        )
+
+    def _run(self, micro_batches: Sequence[Batch], recorder: Recorder | None) -> Tensor:
+        if self.tensors.begin(micro_batches):
+            self.executor.rebind({**self.strands.buffers(), **self.tensors.constants})
+        batches = micro_batches
+        if self.strands.takes_seeds:
+            batches = [(*batch, self.seeds(index)) for index, batch in enumerate(batches)]
+        self.number += 1
+        self.losses = self.executor.step(batches, recorder)
+        self.tensors.finish()
+        return torch.stack(self.losses).mean()
+
+    @cached_property
+    def _clock(self) -> Clock:
+        """Keeps the streams on which it stamps collectives over all recorded steps."""
+        return clock_for(self._device.type)
