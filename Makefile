@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 TORCH ?=
 TESTS ?= quick
-.PHONY: help setup demo test test-torch check lint bench gpu-check reference
+.PHONY: help setup demo test test-torch check lint bench gpu-check reference site
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -48,3 +48,6 @@ gpu-check: ## on a CUDA machine, with python3, torch and numpy: GPU tests and be
 
 reference: $(READY) ## write docs/reference again
 	$(BIN)/python scripts/write_reference.py
+
+site: $(READY) ## build the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
