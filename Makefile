@@ -41,7 +41,7 @@ test-torch: ## quick tests on another torch, as TORCH=2.15.0; TESTS=all or files
 	@$(PYTHON) scripts/test_torch.py '$(TORCH)' $(TESTS)
 
 bench: $(READY) ## the measured claims of the README, written to bench/results/
-	$(BIN)/interlace bench strands --json bench/results/cpu/strands.json
+	$(BIN)/python scripts/bench.py
 
 gpu-check: ## on a CUDA machine, with python3, torch and numpy: GPU tests and benches; elsewhere says so
 	$(PYTHON) scripts/gpu_check.py
