@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 TORCH ?=
 WORKERS ?= 2
 TESTS ?= quick
-.PHONY: help setup demo test test-torch check lint bench gpu-check reference
+.PHONY: help setup demo test test-torch check lint bench gpu-check reference site
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -43,10 +43,13 @@ test-torch: ## quick tests on another torch, as TORCH=2.15.0; TESTS=all or files
 	@$(PYTHON) scripts/test_torch.py '$(TORCH)' $(TESTS)
 
 bench: $(READY) ## the measured claims of the README, written to bench/results/
-	$(BIN)/interlace bench strands --json bench/results/cpu/strands.json
+	$(BIN)/python scripts/bench.py
 
 gpu-check: ## on a CUDA machine, with python3, torch and numpy: GPU tests and benches; elsewhere says so
 	$(PYTHON) scripts/gpu_check.py
 
 reference: $(READY) ## write docs/reference again
 	$(BIN)/python scripts/write_reference.py
+
+site: $(READY) ## build the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
