@@ -33,7 +33,7 @@ from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
 from interlace.runtime.traced_strands import build_strands
 from interlace.schedules.finder import Schedule, ScheduleFunction, find
-from interlace.search.limits import MemoryLimits
+from interlace.search.problem import MemoryLimits
 from interlace.step import Draws, Step
 
 Batch = tuple[Tensor, ...]

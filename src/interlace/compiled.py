@@ -24,8 +24,8 @@ from interlace.runtime.candidates import Candidates, choose_passes
 from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands
 from interlace.schedules.finder import Schedule
-from interlace.search.limits import MemoryLimits
 from interlace.search.planner import make_plan
+from interlace.search.problem import MemoryLimits
 
 Constants = Mapping[tuple[str, str], Tensor]
 """What the graphs' inputs stand for, by (role, target): weights, buffers, gradient sums."""

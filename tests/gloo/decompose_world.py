@@ -22,13 +22,13 @@ from interlace.graphs.torch_private import init_fake_world
 from interlace.graphs.trace import ChunkGraphs, StrandGraph, trace_chunk
 from interlace.ir.plan import Plan
 from interlace.models import model_file
-from interlace.models.loss import NextTokenLoss
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes, build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands, share
 from interlace.search.memory import Alive, Liveness
+from interlace.train.built_model import NextTokenLoss
 
 VOCABULARY, SEQUENCE, MICRO_BATCHES = 64, 24, 3
 

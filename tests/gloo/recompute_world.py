@@ -14,7 +14,6 @@ from interlace.graphs.recompute import RecomputePolicy
 from interlace.hardware.computed_costs import MachineModel, analytic_costs
 from interlace.ir.plan import Plan
 from interlace.models import model_file
-from interlace.models.loss import NextTokenLoss
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
@@ -22,6 +21,7 @@ from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.search.planner import make_plan
 from interlace.step import Step
+from interlace.train.built_model import NextTokenLoss
 from interlace.train.engines import planned_step
 from interlace.train.weights import MasterWeights
 

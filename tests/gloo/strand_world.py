@@ -16,7 +16,6 @@ from interlace.ir.costs import CostTable
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.measure.start_up import profile_strands
 from interlace.models import model_file
-from interlace.models.loss import NextTokenLoss
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes, build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
@@ -24,6 +23,7 @@ from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.search.planner import make_plan
 from interlace.step import Step
+from interlace.train.built_model import NextTokenLoss
 from interlace.train.engines import EagerEngine, Engine, planned_step
 from interlace.train.optimizer import build_optimizer
 from interlace.train.weights import MasterWeights, clip_gradients

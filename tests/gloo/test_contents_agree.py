@@ -17,7 +17,7 @@ from torch import Tensor
 import interlace
 from interlace.errors import InputError, PeerError
 from interlace.parallel.local_parts import local
-from interlace.ranks.fingerprint import fingerprints
+from interlace.ranks.replicas import fingerprints
 
 pytestmark = pytest.mark.gloo
 ODD = 1

@@ -107,8 +107,8 @@ def model_child(architecture: str, method: str) -> dict[str, Any]:
     from interlace.graphs.op_graphs import export
     from interlace.graphs.trace import trace_chunk
     from interlace.models import model_file
-    from interlace.models.loss import NextTokenLoss
     from interlace.parallel.context import apply_context_parallel, local_positions
+    from interlace.train.built_model import NextTokenLoss
 
     with gloo_group():
         ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -24,7 +24,6 @@ from interlace.graphs.torch_private import init_fake_world
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.models import model_file
-from interlace.models.loss import NextTokenLoss
 from interlace.models.transformers_model import TransformersLoss, build
 from interlace.parallel.context import local_positions
 from interlace.parallel.data import data_layout
@@ -32,7 +31,7 @@ from interlace.parallel.meshes import Meshes, axis_sizes, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands, build_strands
-from interlace.train.built_model import build_module
+from interlace.train.built_model import NextTokenLoss, build_module
 from interlace.train.engines import EagerEngine, planned_step
 from interlace.train.weights import MasterWeights
 from orders import random_order

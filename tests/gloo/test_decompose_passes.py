@@ -20,7 +20,7 @@ from interlace.ir.graph import Kind, OpGraph
 from interlace.ir.plan import Plan
 from interlace.runtime.candidates import Candidates, choose_passes, trace_candidates
 from interlace.schedules.finder import find
-from interlace.search.limits import MemoryLimits
+from interlace.search.problem import MemoryLimits
 
 NO_LIMITS = MemoryLimits()
 ENDS = [["backward", 3], ["forward", 1]]

@@ -16,7 +16,7 @@ import interlace
 from interlace.errors import InputError
 from interlace.ir.actions import Action, backward, forward, strands_of, together
 from interlace.ir.plan import PhasePlan, Plan
-from interlace.runtime.fold import in_chunks
+from interlace.runtime.candidates import in_chunks
 from interlace.runtime.traced_strands import Strands
 from interlace.step import Step
 from interlace.train.engines import planned_step

@@ -17,8 +17,7 @@ from interlace.errors import InputError
 from interlace.models import model_file
 from interlace.models.hugging_face import export, load_config, load_weights
 from interlace.models.hugging_face_names import FAMILIES, pieces
-from interlace.models.loss import NextTokenLoss
-from interlace.train.built_model import overridden_shape, published_shape
+from interlace.train.built_model import NextTokenLoss, overridden_shape, published_shape
 
 
 def ours(folder: Path, sequence_length: int = POSITIONS) -> nn.Module:

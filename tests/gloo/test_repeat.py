@@ -21,12 +21,11 @@ from interlace.graphs.repeat import trace_repeated
 from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
 from interlace.graphs.trace import ChunkGraphs, StrandGraph, trace_chunk
 from interlace.models import model_file
-from interlace.models.loss import NextTokenLoss
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.traced_strands import build_strands
-from interlace.train.built_model import build_module
+from interlace.train.built_model import NextTokenLoss, build_module
 
 SEQUENCE = 16
 TRACED = 5

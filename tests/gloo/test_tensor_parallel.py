@@ -21,8 +21,8 @@ from interlace.graphs.trace import StrandGraph, trace_chunk
 from interlace.models import model_file
 from interlace.models.hugging_face import export, load_config, load_weights
 from interlace.models.hugging_face_files import StoredTensor
-from interlace.models.loss import NextTokenLoss
 from interlace.parallel.tensor import apply_tensor_parallel, finish_gradients, loss_context
+from interlace.train.built_model import NextTokenLoss
 
 VOCABULARY, SEQUENCE = 64, 16
 SMALL = {"layers": 1, "width": 64, "ffn_width": 96}

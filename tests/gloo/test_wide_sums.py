@@ -16,7 +16,6 @@ from torch.library import Library
 
 from interlace.graphs.accumulate import accumulate_gradients
 from interlace.graphs.buffers import is_in_place, written
-from interlace.graphs.inductor import _Builder
 from interlace.graphs.op_graphs import export
 from interlace.graphs.trace import StrandGraph, trace_chunk
 from interlace.graphs.wide_sums import ADD_WIDE, wide_sums
@@ -24,6 +23,7 @@ from interlace.ir.graph import Kind
 from interlace.measure.operands import Capture
 from interlace.measure.start_up import profile_strands
 from interlace.runtime.recorder import HostClock
+from interlace.runtime.rival import _Builder
 from interlace.runtime.traced_strands import BACKWARD, Strands, build_strands
 from interlace.search.planner import make_plan
 

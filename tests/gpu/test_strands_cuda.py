@@ -13,12 +13,12 @@ from interlace.graphs import collectives
 from interlace.graphs.wide_sums import ADD_WIDE, wide_sums
 from interlace.measure.start_up import profile_strands
 from interlace.models import model_file
-from interlace.models.loss import NextTokenLoss
 from interlace.parallel.meshes import build_meshes
 from interlace.ranks.determinism import nondeterminism
 from interlace.runtime.recorder import CudaClock, Recorder
 from interlace.runtime.traced_strands import build_strands
 from interlace.search.planner import make_plan
+from interlace.train.built_model import NextTokenLoss
 from interlace.train.session import process_group
 from interlace.train.weights import MasterWeights
 

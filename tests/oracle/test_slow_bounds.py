@@ -11,9 +11,8 @@ from test_list_scheduling import all_orders
 
 from interlace.ir.costs import Contention
 from interlace.ir.graph import COLLECTIVES, COMPUTE_LANE, Kind, Operator, OpGraph
-from interlace.search.bounds import lower_bound_ns
+from interlace.search.bounds import contention_bound_ns, lower_bound_ns
 from interlace.search.problem import Problem
-from interlace.search.slow_bounds import contention_bound_ns
 from interlace.sim.lanes import simulate
 from strategies import LINKS, pair_graphs, solo_times
 

@@ -1,8 +1,7 @@
 """Proves what the steady state of a step is: the part between warm-up and drain."""
 
 from interlace.ir.graph import COMPUTE_LANE
-from interlace.ir.steady import compute_ns, steady_state, steady_window
-from interlace.ir.timeline import WAIT, Span, Timeline
+from interlace.ir.timeline import WAIT, Span, Timeline, compute_ns, steady_state, steady_window
 
 
 def span(name: str, lane: str, start: int, end: int, strand: str, kind: str = "matmul") -> Span:

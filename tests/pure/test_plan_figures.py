@@ -17,12 +17,11 @@ from interlace.ir.costs import CostTable, PairCost, cost_of
 from interlace.ir.graph import COMPUTE_LANE, GraphInput, Kind, Operator, OpGraph
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.report.plan_figures import Comparison, compare_searches, plan_figures
-from interlace.report.plan_json import plan_json
 from interlace.report.plan_picture import WIDTH_IN, plan_png, window_ns
-from interlace.report.plan_tables import plan_summary
+from interlace.report.plan_tables import plan_json, plan_summary
 from interlace.report.theme import LIGHT
 from interlace.schedules.finder import sequential
-from interlace.search.limits import MemoryLimits
+from interlace.search.problem import MemoryLimits
 from interlace.search.step_bounds import step_bound_ns
 from interlace.sim.step import simulate_step
 from phases import both, plan_by

@@ -2,7 +2,7 @@
 
 A file per command, and what they share:
 
-app.py           the commands and their options
+app.py           the commands, what they say and how they end
 train.py         `interlace train`
 plan_command.py  `interlace plan`
 profile.py       `interlace profile`
@@ -13,5 +13,4 @@ export.py        `interlace export`
 options.py       options of several commands, and the layer that puts flags on a run file
 run_file.py      run files: TOML to RunConfig, strictly, and back
 ranks.py         commands that run as ranks: of the job around us, or started here
-console.py       messages on stderr, data on stdout, exit codes
 """

@@ -7,7 +7,6 @@ repeat.py             a deep module from the graphs of its twin
 periods.py            where the blocks of a twin are in its joint graph
 trace.py              module + example inputs -> forward and backward graph
 trace_errors.py       which line of the user's code cannot be traced, and what to do
-cut.py                a joint graph in two: forward and backward
 torch_private.py      the only module that touches private torch APIs
 
 Passes:
@@ -33,5 +32,4 @@ parts.py              what one phase runs when it does not run all of a strand
 lower.py              strands in a planned order -> one executable graph
 collectives.py        functional collectives become asynchronous c10d calls
 gloo_messages.py      gloo's row-moving collectives as messages
-inductor.py           the order of PyTorch's own overlap scheduler: a rival
 """

@@ -7,7 +7,6 @@ phases.py    the graph that each phase of a schedule runs
 weave.py     strands that work in the same memory, joined
 costs.py     how long each part takes, alone and beside others
 noise.py     which measured times are not to be trusted
-timeline.py  what happened, or would happen, when
-steady.py    the part of a recorded step in which two strands run
+timeline.py  what happened, or would happen, when; its steady state
 store.py     all of these as JSON files, read strictly
 """

@@ -12,7 +12,6 @@ is sequence-first, so that a sequence-parallel gather is one contiguous copy.
 llama.py                Llama
 gpt.py                  GPT-2 and GPT-3
 attention.py            attention between projected heads; context parallelism replaces it
-loss.py                 the training objective around any model
 transformers_model.py   a model of `transformers`, as it is
 hugging_face.py         Hugging Face checkpoints of our models, read and written
 hugging_face_config.py  config.json and the ModelConfig that it means

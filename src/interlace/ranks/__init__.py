@@ -15,7 +15,6 @@ ending.py             how a process ends when its main thread cannot end it
 signals.py            SIGINT and SIGTERM end a run on all ranks at the same step
 small_collectives.py  the largest, the mean, the first rank's or all ranks' small values
 agree.py              ranks prove that they hold the same, and name those that do not
-fingerprint.py        a digest of a tensor, made where the tensor lies
-replicas.py           tensors as what ranks that hold the same part compare
+replicas.py           digests of tensors, for ranks that hold the same part to compare
 source_files.py       code as what ranks compare
 """

@@ -14,7 +14,6 @@ chrome.py        timelines as a Chrome trace
 tables.py        a comparison and a step's collectives as lines of text
 cost_tables.py   a cost table as text
 plan_figures.py  what a plan is predicted to give
-plan_tables.py   that as text
-plan_json.py     that as JSON
+plan_tables.py   that as text and as JSON
 plan_picture.py  that as a picture
 """

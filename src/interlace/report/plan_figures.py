@@ -13,10 +13,9 @@ from interlace.ir.timeline import Timeline
 from interlace.old_words import present_search
 from interlace.schedules.finder import sequential
 from interlace.search.bounds import lower_bound_ns
-from interlace.search.limits import MemoryLimits
 from interlace.search.memory import peak_bytes, step_peak_bytes
 from interlace.search.planner import SEARCHES, make_plan
-from interlace.search.problem import Problem
+from interlace.search.problem import MemoryLimits, Problem
 from interlace.search.step_bounds import step_bound_ns
 from interlace.sim.lanes import simulate
 from interlace.sim.step import simulate_step

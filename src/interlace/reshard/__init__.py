@@ -11,8 +11,7 @@ reshard_plan.py  `reshard` and `ReshardPlan`
 settings.py      what a user may set
 inputs.py        what is to move: as described, or as the source ranks hold it
 layouts.py       from DTensors and meshes to the layouts that planning knows
-link_rates.py    which host a rank is on, and rates measured between hosts
-agreement.py     all ranks agree on what moves and on the plan
+agreement.py     all ranks agree on what moves, where they are, and on the plan
 meeting.py       ranks agree through the store, so that a missing one is named
 program.py       one rank's walk through a plan: sends, receives, copies
 messages.py      which bytes of which tensors a message holds

@@ -1,8 +1,7 @@
 """Plans run on real processes.
 
 traced_strands.py  from a laid-out module to graphs that can be planned and run
-fold.py            the graphs of a rank in two chunks, for schedules that run two
-candidates.py      which passes of a step run decomposed
+candidates.py      graphs to choose from: passes decomposed or whole, folded or not
 executor.py        one optimizer step, action by action, operators issued in plan order
 recorder.py        a lowered graph run operator by operator, with times
 eager_recorder.py  eager autograd as a timeline

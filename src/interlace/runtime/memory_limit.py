@@ -5,7 +5,7 @@ from torch import nn
 from interlace.config import RunConfig
 from interlace.parallel.data import DataLayout
 from interlace.parallel.local_parts import local
-from interlace.search.limits import MemoryLimits
+from interlace.search.problem import MemoryLimits
 
 MIB = 2**20
 """Bytes of a MiB."""

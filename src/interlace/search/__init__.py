@@ -1,8 +1,7 @@
 """Searches: a graph and costs in, an issue order out. Torch-free.
 
 planner.py          a phase, or a whole step, planned by a search chosen by name
-problem.py          the problem that every search solves
-limits.py           how much memory a plan may take
+problem.py          the problem that every search solves, and limits of memory
 merge.py            best merge of main chains and fillers, then polish
 chains.py           main chains and fillers of a graph
 merge_chains.py     two chains merged by dynamic programming
@@ -18,6 +17,5 @@ tight.py            orders for little memory
 memory.py           peak memory of an order, counted from liveness
 job_memory.py       bytes that a job keeps alive, by what was issued
 bounds.py           times that no order of a phase can beat
-slow_bounds.py      a bound that knows how lanes slow each other down
 step_bounds.py      a time that no order of a whole step can beat
 """

@@ -14,11 +14,10 @@ from interlace.old_words import present_search
 from interlace.own_code import load_function
 from interlace.schedules.finder import Schedule, find
 from interlace.search.heads import choose_head
-from interlace.search.limits import MemoryLimits
 from interlace.search.list_scheduling import order_list
 from interlace.search.memory import peak_bytes
 from interlace.search.merge import order_merge
-from interlace.search.problem import Problem
+from interlace.search.problem import MemoryLimits, Problem
 from interlace.search.segment_pairs import order_segment_pairs
 from interlace.search.tight import smallest_peak
 from interlace.sim.lanes import simulate

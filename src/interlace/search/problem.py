@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from interlace.ir.costs import Contention
 from interlace.ir.graph import OpGraph
+from interlace.schedules.finder import sequential
+from interlace.search.memory import step_peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +28,26 @@ class Problem:
     """Largest allowed peak of values made by the graph; 0 for no bound."""
     contention: Contention | None = None
     """How operators and transfers slow each other down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """Limits in bytes of one rank; without any, a plan may take what it likes."""
+
+    bound_bytes: int = 0
+    """Values of one phase may never take more; 0 for no bound."""
+    constant_bytes: int = 0
+    """What is there beside values: weights, gradient sums, optimizer state."""
+    extra_share: float | None = None
+    """Two strands aim to take no more than one strand and this share of all that it needs."""
+    extra_bytes: int = 0
+    """But so many bytes beyond one strand are always fine."""
+
+    def aim(self, strands: Mapping[str, OpGraph]) -> int:
+        """Bytes of values within which `merge` looks for a plan, 0 for no limit. One strand after
+        the other always keeps within the share, so that alone never leaves a phase unplanned."""
+        if self.extra_share is None:
+            return self.bound_bytes
+        one = step_peak_bytes(sequential(strands), strands)
+        extra = max(self.extra_bytes, int(self.extra_share * (self.constant_bytes + one)))
+        return min(self.bound_bytes or one + extra, one + extra)

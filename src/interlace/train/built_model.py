@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from interlace.config import ModelConfig, RunConfig
 from interlace.errors import InputError
 from interlace.models import model_file
 from interlace.models.hugging_face import load_config, load_weights
-from interlace.models.loss import NextTokenLoss
 from interlace.models.transformers_model import TransformersLoss, build, has_weights
 from interlace.parallel.context import apply_context_parallel
 from interlace.parallel.meshes import Meshes
@@ -85,3 +86,22 @@ def _transformers_module(
         model = build(config.model.config, vocab_size=vocab_size, sequence_length=length)
     apply_published_plan(model, meshes.tensor)
     return TransformersLoss(model)
+
+
+class NextTokenLoss(nn.Module):
+    """Mean cross-entropy in nats over a micro-batch; this is what gets traced as one chunk."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """A scalar, equal on all ranks of a tensor-parallel group.
+
+        Logits that come as a vocabulary-sharded DTensor are never gathered: the caller holds
+        `parallel.tensor.loss_context`, under which softmax reduces across ranks.
+        """
+        logits_SBV = self.model(tokens_BS)
+        wide = torch.promote_types(logits_SBV.dtype, torch.float32)
+        loss = F.cross_entropy(logits_SBV.flatten(0, 1).to(wide), targets_BS.t().flatten())
+        return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.config import Mode
-from interlace.ir.steady import compute_ns, steady_state
-from interlace.ir.timeline import Timeline
+from interlace.ir.timeline import Timeline, compute_ns, steady_state
 from interlace.lab.links import link_label
 from interlace.parallel.local_parts import local
 from interlace.runtime.executor import Batch

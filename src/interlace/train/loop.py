@@ -34,8 +34,7 @@ from interlace.train.checkpointer import Checkpointer
 from interlace.train.compare import compare
 from interlace.train.environment import describe_environment
 from interlace.train.fallback import Trial
-from interlace.train.metrics import MetricsWriter, step_line
-from interlace.train.model_flops import flops_per_token
+from interlace.train.metrics import MetricsWriter, flops_per_token, step_line
 from interlace.train.proof import proof_rows, proof_table
 from interlace.train.session import Session, vocabulary
 

@@ -30,9 +30,8 @@ from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.report.plan_figures import compare_searches
-from interlace.report.plan_json import plan_json
 from interlace.report.plan_picture import plan_png
-from interlace.report.plan_tables import plan_summary
+from interlace.report.plan_tables import plan_json, plan_summary
 from interlace.rules import check, resolve_layout
 from interlace.run_files import write_whole
 from interlace.runtime.candidates import Candidates, choose_passes, trace_candidates

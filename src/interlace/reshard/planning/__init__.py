@@ -7,9 +7,8 @@ layout.py              which box of a tensor every rank holds
 tasks.py               unit tasks by tile intersection
 resharding_problem.py  one problem, planned in one way or another
 strategies.py          the paper's four ways for a bundle to travel
-balance.py             ours: chunks on trees, so that all ports are equally busy
 hops.py                messages while a plan is made, and bytes given to every end
-chunking.py            how large messages are
+chunking.py            how large messages are, and our order: chunks on trees
 ends.py                the two ends that a message occupies, and for how long
 ordering.py            the paper's model, and its two simple orders
 depth_first.py         the paper's depth-first search

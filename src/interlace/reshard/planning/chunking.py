@@ -1,13 +1,86 @@
-"""How large messages are."""
+"""How large messages are, and our own order of them.
+
+Ours: all bundles in chunks, every chunk on its own tree, so that all ports are equally busy.
+
+The chunks of all bundles are dealt out in turn, each bundle in proportion to its size. A chunk
+goes to its receiving hosts one after the other; whoever has it and whose port has sent least sends
+it next, senders and receivers alike. So a slice that several hosts hold leaves all of them in
+shares, and hosts that are busy sending do not forward. Dealt out in small chunks this tends to the
+fractional optimum of the largest port load: a bundle never adds to a port while another that could
+send it has less.
+
+The first receiving host changes from chunk to chunk, so no host is always the last, who forwards
+nothing. Receiving hosts beyond `CHAIN` form trees instead of chains: a port may get ahead of the
+others by two chunks, and among those within that the one nearest to the source sends.
+"""
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from math import log2
 
 from interlace.errors import InputError
-from interlace.reshard.planning.balance import CHAIN
 from interlace.reshard.planning.ends import Links
+from interlace.reshard.planning.hops import HELD, Loads
+from interlace.reshard.planning.strategies import Cut, remote_receivers, serve_own_hosts
 from interlace.reshard.planning.tasks import Bundle, Chunk, cut
 from interlace.reshard.planning.transfer_plan import Task, TensorSpec
+
+CHAIN = 8
+"""Receiving hosts up to which chunks go along chains."""
+CANDIDATES = 32
+"""Holders that are considered for one chunk, others for the next."""
+
+
+def balance(loads: Loads, bundles: Sequence[Bundle], cut: Cut) -> None:
+    """Add the hops of all bundles."""
+    dealt = []
+    for b, bundle in enumerate(bundles):
+        chunks = [loads.hops.new_chunk(chunk) for chunk in cut(bundle, 1)]
+        dealt += [((2 * k + 1) / len(chunks), b, k, chunk) for k, chunk in enumerate(chunks)]
+    dealt.sort()
+    remote = [loads.links.by_host(remote_receivers(loads, bundle)) for bundle in bundles]
+    first_of_port = [_one_per_port(loads, bundle.senders) for bundle in bundles]
+    turn = 0
+    for _, b, k, chunk in dealt:
+        serve_own_hosts(loads, bundles[b], (chunk,))
+        if remote[b]:
+            hosts = list(remote[b].values())
+            start = (b + k) % len(hosts)
+            senders = first_of_port[b]
+            if len(senders) > CANDIDATES:
+                at = turn % len(senders)
+                senders = (senders[at:] + senders[:at])[:CANDIDATES]
+                turn += CANDIDATES
+            _grow(loads, senders, hosts[start:] + hosts[:start], chunk)
+
+
+def _grow(loads: Loads, senders: Sequence[int], hosts: Sequence[Sequence[int]], chunk: int) -> None:
+    """One chunk's tree over the receiving hosts, and inside each over its devices."""
+    nic, sent = loads.links.nic, loads.sent
+    grain = 2 * loads.hops.chunks[chunk].size_bytes if len(hosts) > CHAIN else 1
+    able = [(sent[nic[rank]] // grain, 0, i, rank, HELD) for i, rank in enumerate(senders)]
+    heapify(able)
+    number = len(able)
+    for ranks in hosts:
+        _, depth, i, sender, before = heappop(able)
+        entry = loads.least_received(ranks)
+        arrival = loads.across(sender, entry, chunk, before)
+        heappush(able, (sent[nic[sender]] // grain, depth, i, sender, before))
+        have = {entry: arrival}
+        at = ranks.index(entry)
+        loads.spread(have, [*ranks[at + 1 :], *ranks[:at]], chunk)
+        for rank in _one_per_port(loads, have):
+            heappush(able, (sent[nic[rank]] // grain, depth + 1, number, rank, have[rank]))
+            number += 1
+
+
+def _one_per_port(loads: Loads, ranks: Sequence[int] | dict[int, int]) -> list[int]:
+    """The first of the ranks at each network port."""
+    found: dict[int, int] = {}
+    for rank in ranks:
+        found.setdefault(loads.links.nic[rank], rank)
+    return list(found.values())
+
 
 FILL = 0.02
 """Share of the busiest port's time in which chains may fill and drain."""

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.hardware.topology import Topology
-from interlace.reshard.planning.balance import balance
-from interlace.reshard.planning.chunking import Cutter
+from interlace.reshard.planning.chunking import Cutter, balance
 from interlace.reshard.planning.depth_first import search
 from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.exact import exact
