@@ -10,7 +10,7 @@ from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
 from interlace.ir.plan import Plan, to_text
 from interlace.schedules.finder import sequential
 from interlace.search.planner import make_plan
-from interlace.sim.step import simulate_step
+from interlace.sim.simulated_step import simulate_step
 
 MICRO_BATCHES = 8
 MIB = 2**20

@@ -13,7 +13,7 @@ from interlace.ir.graph import OpGraph
 from interlace.schedules.finder import sequential, validate
 from interlace.search.planner import make_plan
 from interlace.search.problem import Problem
-from interlace.sim.step import simulate_step
+from interlace.sim.simulated_step import simulate_step
 from layers import ISSUE_NS, backward_graph, forward_graph, layers_problem
 
 NAME = "own_search:first_come"

@@ -26,7 +26,7 @@ from interlace.runtime.memory_limit import constant_bytes, memory_limits
 from interlace.schedules.finder import find, sequential
 from interlace.search.planner import make_plan
 from interlace.search.problem import MemoryLimits
-from interlace.sim.step import simulate_step
+from interlace.sim.simulated_step import simulate_step
 from interlace.train.planning import computed_costs, trace_fake
 from interlace.train.worker import main
 

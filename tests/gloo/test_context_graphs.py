@@ -40,14 +40,14 @@ class Runner:
         import torch
 
         from interlace.graphs.accumulate import accumulate_gradients
-        from interlace.graphs.parts import Part
+        from interlace.graphs.parts import GraphPart
 
         self.module, self.chunk = module, chunk
         self.graphs = {
             "forward": chunk.forward,
             "backward": accumulate_gradients(chunk, torch.float64),
         }
-        self.names = {name: list(Part.whole(g).operators) for name, g in self.graphs.items()}
+        self.names = {name: list(GraphPart.whole(g).operators) for name, g in self.graphs.items()}
         parameters = dict(module.named_parameters())
         self.sums = {name: torch.zeros_like(parameters[name]) for name in chunk.parameters}
         self.constants = {("parameter", n): p.detach() for n, p in parameters.items()}

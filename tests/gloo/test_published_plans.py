@@ -18,7 +18,7 @@ from interlace.graphs.torch_private import init_fake_world
 from interlace.models.transformers_model import build, published_sizes
 from interlace.parallel.plans import apply_published_plan, roles_of
 from interlace.parallel.split_values import SplitValues
-from interlace.train.metrics import counted_flops_per_token
+from interlace.train.model_flops import counted_flops_per_token
 
 SHAPE = {
     "hidden_size": 16,

@@ -13,7 +13,7 @@ from interlace.search.memory import peak_bytes
 from interlace.search.planner import SEARCHES, plan_phase
 from interlace.search.problem import Problem
 from interlace.sim.lanes import simulate
-from interlace.sim.step import simulate_step
+from interlace.sim.simulated_step import simulate_step
 from phases import both, phase_graphs, plan_by
 from strategies import op_graphs, orders_of
 

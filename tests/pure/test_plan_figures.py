@@ -23,7 +23,7 @@ from interlace.report.theme import LIGHT
 from interlace.schedules.finder import sequential
 from interlace.search.problem import MemoryLimits
 from interlace.search.step_bounds import step_bound_ns
-from interlace.sim.step import simulate_step
+from interlace.sim.simulated_step import simulate_step
 from phases import both, plan_by
 from strategies import op_graphs, orders_of
 

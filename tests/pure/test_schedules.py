@@ -18,7 +18,7 @@ from interlace.ir.plan import PhasePlan, Plan
 from interlace.schedules.finder import chunk_count, find, names, sequential, validate
 from interlace.search.memory import step_peak_bytes
 from interlace.search.planner import make_plan
-from interlace.sim.step import simulate_step
+from interlace.sim.simulated_step import simulate_step
 from strategies import op_graphs
 
 ONE_CHUNK = ("forward", "backward")

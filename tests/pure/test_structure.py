@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -98,6 +99,23 @@ def test_a_package_lists_its_files(package: str) -> None:
     listed = re.findall(r"^(\w+(?:\.py|/)) {2,}\S", text, flags=re.MULTILINE)
     assert len(listed) == len(set(listed)), "one line is enough"
     assert set(listed) == files | packages
+
+
+def test_no_two_files_have_one_name() -> None:
+    """A name says where to look. `__init__.py` alone is in every package."""
+    twice = [name for name, count in Counter(file.name for file in FILES).items() if count > 1]
+    assert twice == ["__init__.py"]
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    """Our models call their layers as the field does, each in its own file."""
+    places: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(file.stem)
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert all(set(files) == {"llama", "gpt"} for files in twice.values()), twice
 
 
 def test_type_checkers_are_told_that_the_package_has_types() -> None:

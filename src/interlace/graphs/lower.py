@@ -16,7 +16,7 @@ from torch.fx.graph import CodeGen
 from interlace.errors import InputError
 from interlace.graphs.collectives import is_collective, is_wait, known_row, wait
 from interlace.graphs.op_graphs import is_free
-from interlace.graphs.parts import Part
+from interlace.graphs.parts import GraphPart
 from interlace.graphs.strides import copying_views, restrided
 from interlace.graphs.trace import VIEWS, Binding, StrandGraph
 
@@ -48,7 +48,7 @@ class _ListInputs(CodeGen):
 
 
 def lower(
-    strands: Mapping[str, StrandGraph | Part],
+    strands: Mapping[str, StrandGraph | GraphPart],
     order: Sequence[str],
     *,
     late_waits: bool = True,
@@ -61,7 +61,8 @@ def lower(
     Raises InputError when the order is not a valid order of the graphs.
     """
     parts = {
-        name: part if isinstance(part, Part) else Part.whole(part) for name, part in strands.items()
+        name: part if isinstance(part, GraphPart) else GraphPart.whole(part)
+        for name, part in strands.items()
     }
     builder = _Builder(parts, late_waits)
     single = next(iter(strands)) if len(strands) == 1 else ""
@@ -75,7 +76,7 @@ def lower(
 
 
 class _Builder:
-    def __init__(self, parts: Mapping[str, Part], late_waits: bool) -> None:
+    def __init__(self, parts: Mapping[str, GraphPart], late_waits: bool) -> None:
         self.parts = parts
         self.late_waits = late_waits
         self.graph = fx.Graph()

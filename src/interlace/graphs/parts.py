@@ -23,7 +23,7 @@ LOSS = Binding("loss", "loss")
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """Some operators of a strand, with what goes in and what comes out."""
 
     strand: StrandGraph
@@ -35,13 +35,13 @@ class Part:
     """What each output is."""
 
     @classmethod
-    def whole(cls, strand: StrandGraph, names: Sequence[Binding] = ()) -> "Part":
+    def whole(cls, strand: StrandGraph, names: Sequence[Binding] = ()) -> "GraphPart":
         """All of it. Outputs without names go by those of their nodes."""
         outputs = strand.outputs
         names = tuple(names) or tuple(Binding("output", node.name) for node in outputs)
         return cls(strand, _operators(strand), _placeholders(strand), outputs, names)
 
-    def split(self, at: int) -> "tuple[Part, Part]":
+    def split(self, at: int) -> "tuple[GraphPart, GraphPart]":
         """(head, rest): the first `at` operators, whose outputs are what is handed over, and the
         others, which have it as inputs of role `carried` and give the outputs of this part, which
         must be a whole graph."""
@@ -55,8 +55,8 @@ class Part:
         first = {n: b for n, b in self.inputs.items() if n in reads}
         second = {n: b for n, b in self.inputs.items() if b.role != SAVED or n in later}
         return (
-            Part(strand, head, first, carried, given),
-            Part(
+            GraphPart(strand, head, first, carried, given),
+            GraphPart(
                 strand, rest, second | dict(zip(carried, given, strict=True)), self.outputs,
                 self.names,
             ),

@@ -18,7 +18,7 @@ from interlace.search.planner import SEARCHES, make_plan
 from interlace.search.problem import MemoryLimits, Problem
 from interlace.search.step_bounds import step_bound_ns
 from interlace.sim.lanes import simulate
-from interlace.sim.step import simulate_step
+from interlace.sim.simulated_step import simulate_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from interlace.config import Passes
 from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
-from interlace.graphs.parts import Part
+from interlace.graphs.parts import GraphPart
 from interlace.ir.actions import Direction, Share, Strand, steady_phase, strand
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
@@ -28,7 +28,7 @@ from interlace.runtime.traced_strands import FORWARD, Strands
 from interlace.schedules.finder import Schedule
 from interlace.search.planner import make_plan
 from interlace.search.problem import MemoryLimits
-from interlace.sim.step import simulate_step
+from interlace.sim.simulated_step import simulate_step
 
 HALVES = 2
 """Chunks of a folded model."""
@@ -44,7 +44,7 @@ def in_chunks(strands: Strands, chunks: int) -> Strands:
             f"the graphs of a rank can be folded into {HALVES} chunks, not {chunks}",
             hint="give the schedule's parameter chunks the default 1 or 2",
         )
-    parts: dict[str, Part] = {}
+    parts: dict[str, GraphPart] = {}
     op_graphs: dict[str, OpGraph] = {}
     for name, graph in strands.op_graphs.items():
         found = strand(name)

@@ -15,7 +15,7 @@ from torch import Tensor
 from interlace.errors import InputError
 from interlace.graphs.dropout import no_dropout
 from interlace.graphs.lower import Lowered, lower
-from interlace.graphs.parts import CARRIED, LOSS, SAVED, Part
+from interlace.graphs.parts import CARRIED, LOSS, SAVED, GraphPart
 from interlace.graphs.strides import restrided
 from interlace.graphs.trace import Binding
 from interlace.ir.actions import (
@@ -40,7 +40,7 @@ _HANDED = (SAVED, CARRIED)
 
 
 def lower_plan(
-    parts: Mapping[str, Part],
+    parts: Mapping[str, GraphPart],
     plan: Plan,
     schedule: Schedule | None = None,
     *,
@@ -58,14 +58,14 @@ def lower_plan(
     return lowered
 
 
-def _share(strand: Strand, parts: Mapping[str, Part], head: int) -> Part:
+def _share(strand: Strand, parts: Mapping[str, GraphPart], head: int) -> GraphPart:
     part = parts[strand.graph]
     if strand.share == Share.HEAD:
         return part.split(head)[0]
     return part.split(head)[1] if strand.share == Share.REST else part
 
 
-def _inputs(parts: Mapping[str, Part], role: str) -> Iterator[tuple[Binding, Any]]:
+def _inputs(parts: Mapping[str, GraphPart], role: str) -> Iterator[tuple[Binding, Any]]:
     """(binding, traced value) of the inputs of this role."""
     for part in parts.values():
         for node, binding in part.inputs.items():
@@ -73,12 +73,12 @@ def _inputs(parts: Mapping[str, Part], role: str) -> Iterator[tuple[Binding, Any
                 yield binding, node.meta["val"]
 
 
-def _batch_strides(parts: Mapping[str, Part]) -> dict[int, tuple[int, ...]]:
+def _batch_strides(parts: Mapping[str, GraphPart]) -> dict[int, tuple[int, ...]]:
     """How the trace saw each tensor of a batch lie in memory, by index."""
     return {int(b.target): tuple(value.stride()) for b, value in _inputs(parts, "batch")}
 
 
-def _tangent(parts: Mapping[str, Part], device: torch.device) -> Tensor:
+def _tangent(parts: Mapping[str, GraphPart], device: torch.device) -> Tensor:
     """The gradient of the loss with respect to itself, in the loss's type."""
     dtypes = [value.dtype for _, value in _inputs(parts, "tangent")]
     return torch.ones((), dtype=dtypes[0] if dtypes else None, device=device)
@@ -89,7 +89,7 @@ class StepExecutor:
 
     def __init__(
         self,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, GraphPart],
         plan: Plan,
         op_graphs: Mapping[str, OpGraph],
         constants: Mapping[tuple[str, str], Tensor],
@@ -182,7 +182,7 @@ class StepExecutor:
         return self._tangent if role == "tangent" else self._constants[role, target]
 
 
-def _last_readers(parts: Mapping[str, Part]) -> dict[Binding, set[str]]:
+def _last_readers(parts: Mapping[str, GraphPart]) -> dict[Binding, set[str]]:
     """By value that is handed over: the last strand of a micro-batch's walk that reads it, and the
     one that runs in its place at the end of a step."""
     found: dict[Binding, set[str]] = {}

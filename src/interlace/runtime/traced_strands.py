@@ -21,7 +21,7 @@ from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each
 from interlace.graphs.dropout import fix_dropout, takes_seeds
 from interlace.graphs.gradient_layouts import check_parameters, lay_out_gradients
 from interlace.graphs.op_graphs import export, output_storages
-from interlace.graphs.parts import LOSS, SAVED, Part
+from interlace.graphs.parts import LOSS, SAVED, GraphPart
 from interlace.graphs.recompute import KEEP_ALL, RecomputePolicy, with_recompute
 from interlace.graphs.repeat import trace_repeated
 from interlace.graphs.strides import same_strides, without_overlap
@@ -49,7 +49,7 @@ class Strands:
     graphs: Mapping[str, StrandGraph]
     """As traced: `forward`; `backward` with accumulation into buffers, which has no outputs;
     `gather` and `reduce` if data-parallel ranks exchange something once a step."""
-    parts: Mapping[str, Part]
+    parts: Mapping[str, GraphPart]
     """What each strand runs: a whole graph, or one chunk of it. Inputs and outputs have names."""
     op_graphs: Mapping[str, OpGraph]
     """The same parts as a planner sees them."""
@@ -244,7 +244,7 @@ def share(
     return Strands(
         module,
         graphs,
-        {name: Part.whole(graph, names.get(name, ())) for name, graph in graphs.items()},
+        {name: GraphPart.whole(graph, names.get(name, ())) for name, graph in graphs.items()},
         {name: export(graph, axes, storages.get(name, {})) for name, graph in graphs.items()},
         chunk.saved,
         chunk.parameters,

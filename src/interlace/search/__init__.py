@@ -1,6 +1,6 @@
 """Searches: a graph and costs in, an issue order out. Torch-free.
 
-planner.py          a phase, or a whole step, planned by a search chosen by name
+planner.py          a phase, or a whole step, planned by a search chosen by name; its head
 problem.py          the problem that every search solves, and limits of memory
 merge.py            best merge of main chains and fillers, then polish
 chains.py           main chains and fillers of a graph
@@ -12,7 +12,6 @@ polish.py           an order improved by moving operators
 window.py           an order changed a window at a time
 window_memory.py    its memory
 evaluator.py        how long an order takes, fast
-heads.py            how much of the forward runs one phase ahead
 tight.py            orders for little memory
 memory.py           peak memory of an order, counted from liveness
 job_memory.py       bytes that a job keeps alive, by what was issued

@@ -1,10 +1,14 @@
-"""Plan a phase, or a whole step, with a search chosen by name."""
+"""Plan a phase, or a whole step, with a search chosen by name.
+
+The head of a forward may run one phase ahead (decision 7): its length is chosen here too.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from interlace.errors import InputError, nearest
+from interlace.ir.actions import Direction, Share, Strand, labels_of, steady_phase, strands_of
 from interlace.ir.costs import Contention, CostTable
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.phases import phase_graph, whole_graph
@@ -13,14 +17,51 @@ from interlace.ir.timeline import WAIT, Timeline
 from interlace.old_words import present_search
 from interlace.own_code import load_function
 from interlace.schedules.finder import Schedule, find
-from interlace.search.heads import choose_head
+from interlace.search.evaluator import Evaluator
 from interlace.search.list_scheduling import order_list
 from interlace.search.memory import peak_bytes
-from interlace.search.merge import order_merge
+from interlace.search.merge import order_merge, order_quick
 from interlace.search.problem import MemoryLimits, Problem
 from interlace.search.segment_pairs import order_segment_pairs
 from interlace.search.tight import smallest_peak
 from interlace.sim.lanes import simulate
+
+MOST_HEADS = 6
+"""Collectives of the forward graph behind which a head may end: about a layer and a half."""
+HEAD_BUDGET = 3_000
+"""Operators ordered in total while choosing. A deep model, which gains less from a head, takes the
+one that ends behind the second collective: the gather of the first layer's input."""
+AS_SHORT = 1.005
+"""A head counts as good as the best one if the phase gets at most so many times as long."""
+
+
+def choose_head(
+    graphs: Mapping[str, OpGraph], schedule: Schedule, problem_of: Callable[[OpGraph], Problem]
+) -> int:
+    """Operators of the forward graph, in its own order, that should run one action ahead; 0 for
+    none. `graphs` are those of the strands. Only of a rank with one chunk, and of a schedule that
+    runs forward and backward side by side."""
+    forwards = labels_of(graphs, Direction.FORWARD, Share.WHOLE)
+    steady = steady_phase(schedule.phases(graphs, head=True))
+    if len(forwards) > 1 or len(strands_of(steady)) < 2:
+        return 0
+    forward, backward = graphs[forwards[0]], graphs[Strand(Direction.BACKWARD).graph]
+    ends = [i + 1 for i, op in enumerate(forward.operators) if op.is_collective][:MOST_HEADS]
+    size = len(forward.operators) + len(backward.operators)
+    heads = (0, *ends)[: HEAD_BUDGET // size]
+    if len(heads) < 2:
+        return ends[1] if len(ends) > 1 else 0
+    whole = steady_phase(schedule.phases(graphs))
+    lengths = {}
+    for head in heads:
+        problem = problem_of(phase_graph(steady if head else whole, graphs, head))
+        order = order_quick(problem)
+        if order is not None:
+            world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
+            lengths[head] = world.length(world.numbers(order))[0]
+    best = min(lengths.values(), default=0)
+    return min((h for h, length in lengths.items() if length <= AS_SHORT * best), default=0)
+
 
 Found = tuple[tuple[str, ...], tuple[str, ...]]
 """(order, operators that a barrier follows)."""

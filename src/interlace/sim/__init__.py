@@ -1,6 +1,6 @@
 """Simulation: what a plan would do, as the Timeline type that real runs give too.
 
-lanes.py       one rank's issue order on a compute lane and link queues
-step.py        a whole step, with nothing emptied between phases
-decomposed.py  a collective and its matmul: in turn, sliced, decomposed
+lanes.py            one rank's issue order on a compute lane and link queues
+simulated_step.py   a whole step, with nothing emptied between phases
+decomposed.py       a collective and its matmul: in turn, sliced, decomposed
 """

@@ -15,7 +15,8 @@ proof.py          whether the plan hid what it said it would
 same_run.py       what the ranks of a run must hold alike
 checkpointer.py   when checkpoints are written, and which one is taken up
 session_state.py  what a checkpoint holds of a session
-metrics.py        metrics.jsonl, and the numbers in it; FLOPs of a token
+metrics.py        metrics.jsonl, and the numbers in it
+model_flops.py    FLOPs of a token, for MFU
 environment.py    environment, run file, costs and plan, written down
 planning.py       `interlace plan`: a run planned without starting it
 plan_costs.py     the times that it plans with: of a file, a cluster or a described machine

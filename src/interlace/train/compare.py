@@ -25,7 +25,7 @@ from interlace.runtime.executor import Batch
 from interlace.runtime.peak_memory import Growth, measure_growth
 from interlace.search.memory import step_peak_bytes
 from interlace.search.step_bounds import step_bound_ns
-from interlace.sim.step import simulate_step
+from interlace.sim.simulated_step import simulate_step
 from interlace.step import Step
 from interlace.train.optimizer import set_step
 from interlace.train.session import Session

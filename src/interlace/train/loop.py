@@ -28,13 +28,14 @@ from interlace.ir.timeline import Timeline
 from interlace.ranks.signals import StopFlag, agreed
 from interlace.report.tables import comparison_lines
 from interlace.runtime.executor import Batch
-from interlace.sim.step import simulate_step
+from interlace.sim.simulated_step import simulate_step
 from interlace.text import bits_per_byte, in_bits
 from interlace.train.checkpointer import Checkpointer
 from interlace.train.compare import compare
 from interlace.train.environment import describe_environment
 from interlace.train.fallback import Trial
-from interlace.train.metrics import MetricsWriter, flops_per_token, step_line
+from interlace.train.metrics import MetricsWriter, step_line
+from interlace.train.model_flops import flops_per_token
 from interlace.train.proof import proof_rows, proof_table
 from interlace.train.session import Session, vocabulary
 

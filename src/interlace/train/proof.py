@@ -7,7 +7,7 @@ from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import CollectiveRow, Timeline
-from interlace.sim.step import simulate_step
+from interlace.sim.simulated_step import simulate_step
 from interlace.text import aligned, milliseconds
 
 HEADER = ("collective", "link", "count", "expected ms", "measured ms", "exp. exposed", "exposed ms")
