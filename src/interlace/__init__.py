@@ -8,7 +8,7 @@ __main__.py   `python -m interlace`, and the command `interlace`
 cli/          commands: parse, call one function, print
 bench/        measured claims, one file each
 api.py        `compile_step`: an interlaced step of a user's own module
-train/        a training run: session, loop, engines, comparison, metrics
+train/        a training run: session, loop, runners, comparison, metrics
 checkpoint/   checkpoint folders on disk: written whole, checked, read on any mesh
 data/         from data files to batches of tokens
 report/       the records of a run as pages, pictures and tables

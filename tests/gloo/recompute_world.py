@@ -22,7 +22,7 @@ from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.search.planner import make_plan
 from interlace.step import Step
 from interlace.train.built_model import NextTokenLoss
-from interlace.train.engines import planned_step
+from interlace.train.step_runners import planned_step
 from interlace.train.weights import MasterWeights
 
 VOCABULARY, SEQUENCE = 64, 16
@@ -82,13 +82,13 @@ class Case:
 
     def run(self, plan: Plan, steps: int = 2) -> list[dict[str, str]]:
         """Bits of losses and gradients; weights move by plain descent between steps."""
-        engine = self.engine(plan)
+        runner = self.runner(plan)
         start = {name: p.detach().clone() for name, p in self.weights.masters.items()}
         found = []
         with torch.no_grad():
             for step in range(steps):
-                engine(self.family.batches(step))
-                facts = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(engine.losses)}
+                runner(self.family.batches(step))
+                facts = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(runner.losses)}
                 for name, master in self.weights.masters.items():
                     assert master.grad is not None
                     facts[f"gradient {name}"] = bits(master.grad)
@@ -100,7 +100,7 @@ class Case:
             self.weights.publish()
         return found
 
-    def engine(self, plan: Plan) -> Step:
+    def runner(self, plan: Plan) -> Step:
         """Runs steps as planned; `gradients` says what a step gave."""
         constants = {**self.weights.constants(), **self.weights.buffers()}
         return planned_step(self.weights, self.strands, plan, constants)

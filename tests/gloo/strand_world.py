@@ -24,8 +24,8 @@ from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.search.planner import make_plan
 from interlace.step import Step
 from interlace.train.built_model import NextTokenLoss
-from interlace.train.engines import EagerEngine, Engine, planned_step
 from interlace.train.optimizer import build_optimizer
+from interlace.train.step_runners import EagerRunner, StepRunner, planned_step
 from interlace.train.weights import MasterWeights, clip_gradients
 from orders import depth_first_order, random_order
 from phases import planned_graphs
@@ -101,14 +101,14 @@ class World:
             self.strands, batch, "cpu", self.constants, repeats=2, machine="test"
         )
 
-    def engine(self, plan: Plan | None = None) -> Step:
+    def runner(self, plan: Plan | None = None) -> Step:
         """Runs strands as planned; without a plan one strand after the other."""
         plan = plan or self.strands.sequential
         return planned_step(self.weights, self.strands, plan, self.constants)
 
     def planned(self, search: str = "merge", costs: CostTable | None = None) -> Step:
         """Two strands in the order that a training run would plan here."""
-        return self.engine(make_plan(self.strands.op_graphs, costs or self.costs(), search))
+        return self.runner(make_plan(self.strands.op_graphs, costs or self.costs(), search))
 
     def random_plan(self, seed: int) -> Plan:
         """A valid plan that no search would make; equal on all ranks. Seeds differ in style, in
@@ -123,9 +123,9 @@ class World:
             phases[name] = PhasePlan(order, 0, 0, barriers)
         return Plan("random", self.strands.digest, "-", "two_strand", phases, head)
 
-    def eager(self) -> EagerEngine:
+    def eager(self) -> EagerRunner:
         """Plain autograd."""
-        return EagerEngine(self.weights, self.meshes)
+        return EagerRunner(self.weights, self.meshes)
 
 
 def open_world(case: Case, ranks: int) -> World:
@@ -159,13 +159,13 @@ def fingerprint(world: World, losses: Sequence[Tensor]) -> dict[str, str]:
     return found
 
 
-def train(world: World, engine: Engine, steps: int) -> list[dict[str, str]]:
+def train(world: World, runner: StepRunner, steps: int) -> list[dict[str, str]]:
     """Train from the first weights: after each step the fingerprint, gradients as clipped."""
     world.reset()
     optimizer = build_optimizer(world.weights.parameters, OPTIMIZER)
     found = []
     for step in range(steps):
-        losses = losses_of(engine, world.case.batches(step))
+        losses = losses_of(runner, world.case.batches(step))
         clip_gradients(world.weights.parameters, OPTIMIZER.clip_norm)
         optimizer.step()
         world.weights.publish()
@@ -173,10 +173,10 @@ def train(world: World, engine: Engine, steps: int) -> list[dict[str, str]]:
     return found
 
 
-def losses_of(engine: Engine, batches: list[Batch]) -> list[Tensor]:
+def losses_of(runner: StepRunner, batches: list[Batch]) -> list[Tensor]:
     """Run a step; the losses of its micro-batches."""
-    engine(batches)
-    return engine.losses
+    runner(batches)
+    return runner.losses
 
 
 def differences(one: list[dict[str, str]], other: list[dict[str, str]]) -> list[str]:

@@ -30,8 +30,8 @@ from interlace.config import OptimizerConfig
 from interlace.errors import RunError
 from interlace.parallel.meshes import build_meshes
 from interlace.ranks.small_collectives import gather_json
-from interlace.train.engines import planned_step
 from interlace.train.optimizer import build_optimizer
+from interlace.train.step_runners import planned_step
 
 pytestmark = pytest.mark.gloo
 

@@ -65,7 +65,7 @@ def compared(text: str) -> dict[str, Any]:
             "plans": {mode: step.plan.digest for mode, step in session.steps.items()},
             "searches": {mode: step.plan.search for mode, step in session.steps.items()},
             "buffers": len(buffers),
-            "shared": session.engines["2"] is session.engines["merge"],
+            "shared": session.runners["2"] is session.runners["merge"],
         }
 
 
@@ -99,7 +99,7 @@ def test_all_searches_give_the_bits_of_one_strand(ranks: list[dict[str, Any]]) -
 def test_each_search_makes_its_own_plan_and_all_ranks_the_same(
     ranks: list[dict[str, Any]],
 ) -> None:
-    """`2` is the plan of plan.search; engines share one set of gradient buffers."""
+    """`2` is the plan of plan.search; runners share one set of gradient buffers."""
     plans = ranks[0]["plans"]
     assert plans == ranks[1]["plans"]
     assert plans["2"] == plans["merge"]

@@ -32,7 +32,7 @@ from interlace.parallel.tensor import loss_context
 from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.train.built_model import NextTokenLoss, build_module
-from interlace.train.engines import EagerEngine, planned_step
+from interlace.train.step_runners import EagerRunner, planned_step
 from interlace.train.weights import MasterWeights
 from orders import random_order
 from phases import plan_by
@@ -145,13 +145,13 @@ def facts_of(
     plans = {"one": rank.strands.sequential, "random": random_plan(graphs)}
     seen = {}
     for name, plan in plans.items():
-        engine = planned_step(rank.weights, rank.strands, plan, rank.constants)
-        engine(rank.batches)
-        seen[name] = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(engine.losses)}
+        runner = planned_step(rank.weights, rank.strands, plan, rank.constants)
+        runner(rank.batches)
+        seen[name] = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(runner.losses)}
         seen[name] |= {n: bits(grad_of(p)) for n, p in rank.weights.masters.items()}
     expected = reference(rank.meshes.data_ranks, architecture)
     strands = worst_error(rank.weights, expected)
-    EagerEngine(rank.weights, rank.meshes)(rank.batches)
+    EagerRunner(rank.weights, rank.meshes)(rank.batches)
     return {
         "case": f"{architecture} {text}",
         "different": [name for name in seen["one"] if seen["one"][name] != seen["random"][name]],

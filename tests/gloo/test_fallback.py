@@ -91,11 +91,11 @@ def sleepy() -> dict[str, Any]:
     run, rank = Step.__call__, int(os.environ["RANK"])
     modes: list[str] = []
 
-    def step(engine: Step, batches: Any) -> Any:
-        two = engine.executor.schedule.interleaves
+    def step(runner: Step, batches: Any) -> Any:
+        two = runner.executor.schedule.interleaves
         modes.append("2" if two else "1")
         time.sleep(0.3 if two and rank == 1 else 0)
-        return run(engine, batches)
+        return run(runner, batches)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Step, "__call__", step)

@@ -19,8 +19,8 @@ from interlace.ir.plan import PhasePlan, Plan
 from interlace.runtime.candidates import in_chunks
 from interlace.runtime.traced_strands import Strands
 from interlace.step import Step
-from interlace.train.engines import planned_step
 from interlace.train.optimizer import build_optimizer
+from interlace.train.step_runners import planned_step
 from interlace.train.weights import clip_gradients
 from orders import random_order
 from phases import phase_graphs
@@ -41,13 +41,13 @@ def tensor_parallel() -> dict[str, Any]:
     """What differs between one strand and folded, over 20 steps; and how graphs were cut."""
     with gloo_group():
         world = open_world(Case(tied_head=True), 2)
-        one = train(world, world.engine(), STEPS)
+        one = train(world, world.runner(), STEPS)
         halves, plan = fold(world.strands, 3)
-        engine = planned_step(world.weights, halves, plan, world.constants)
-        found = differences(one, train(world, engine, STEPS))
+        runner = planned_step(world.weights, halves, plan, world.constants)
+        found = differences(one, train(world, runner, STEPS))
         evaluated = [
             torch.stack(executor.evaluate(world.case.batches(99))).tolist()
-            for executor in (engine.executor, world.engine().executor)
+            for executor in (runner.executor, world.runner().executor)
         ]
         left = (len(halves.parts[name].operators) for name in ("forward_0", "forward_1"))
         return {
@@ -56,7 +56,7 @@ def tensor_parallel() -> dict[str, Any]:
             "names": len(one[0]),
             "evaluated": evaluated[0] == evaluated[1],
             "chunks": all(left),
-            "both": [name for name in engine.executor.lowered if len(strands_of(name)) == 2],
+            "both": [name for name in runner.executor.lowered if len(strands_of(name)) == 2],
         }
 
 
@@ -74,22 +74,22 @@ def sharded() -> dict[str, list[str]]:
                 strands, plan = rank.strands, rank.strands.sequential
                 if folded:
                     strands, plan = fold(rank.strands, 5)
-                engine = planned_step(rank.weights, strands, plan, rank.constants)
-                seen.append(trained(rank, engine))
+                runner = planned_step(rank.weights, strands, plan, rank.constants)
+                seen.append(trained(rank, runner))
             found[layout] = differences(*seen)
     return found
 
 
-def trained(rank: Rank, engine: Step) -> list[dict[str, str]]:
+def trained(rank: Rank, runner: Step) -> list[dict[str, str]]:
     """Bits of losses, gradients and weights after each step."""
     optimizer = build_optimizer(rank.weights.parameters, OPTIMIZER)
     steps = []
     for _ in range(STEPS):
-        engine(rank.batches)
+        runner(rank.batches)
         clip_gradients(rank.weights.parameters, OPTIMIZER.clip_norm)
         optimizer.step()
         rank.weights.publish()
-        now = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(engine.losses)}
+        now = {f"loss {i}": bits(loss.reshape(1)) for i, loss in enumerate(runner.losses)}
         for name, master in rank.weights.masters.items():
             now[f"weight {name}"] = bits(master)
             now[f"gradient {name}"] = bits(master.grad)

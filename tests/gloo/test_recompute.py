@@ -125,11 +125,11 @@ def sums_child(count: int = 32) -> dict[str, Any]:
     with gloo_group():
         case = open_case(family, "layer", ranks=1)
         batches = family.batches(0, count)
-        engine = case.engine(case.strands.sequential)
+        runner = case.runner(case.strands.sequential)
         wide: dict[str, Tensor] = {}
         narrow: dict[str, Tensor] = {}
         for batch in batches:
-            engine([batch])
+            runner([batch])
             for name, gradient in case.gradients.items():
                 assert torch.equal(gradient.bfloat16().float(), gradient)  # a bfloat16 value
                 part = gradient / count  # a power of 2: exact
@@ -138,7 +138,7 @@ def sums_child(count: int = 32) -> dict[str, Any]:
         different = {}
         plans = {"one strand": case.strands.sequential, "two strands": case.planned()}
         for label, plan in plans.items():
-            case.engine(plan)(batches)
+            case.runner(plan)(batches)
             totals = case.gradients
             different[label] = [name for name in wide if not torch.equal(wide[name], totals[name])]
     rounded = sum(torch.equal(wide[name], narrow[name].float()) for name in wide)

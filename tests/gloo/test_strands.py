@@ -14,8 +14,8 @@ from strand_world import OPTIMIZER, Case, World, differences, losses_of, open_wo
 from torch import Tensor
 
 from interlace.parallel.local_parts import local
-from interlace.train.engines import Engine
 from interlace.train.optimizer import build_optimizer
+from interlace.train.step_runners import StepRunner
 from interlace.train.weights import clip_gradients
 from phases import both
 
@@ -36,12 +36,12 @@ SMALL_STEPS = 4
 
 def bit_facts(world: World, steps: int, random_plans: int) -> dict[str, Any]:
     """What differs from one strand: two strands in the measured plan and in random plans."""
-    one = train(world, world.engine(), steps)
+    one = train(world, world.runner(), steps)
     planned = world.planned()
     different = {"measured plan": differences(one, train(world, planned, steps))}
     for seed in range(random_plans):
-        engine = world.engine(world.random_plan(seed))
-        different[f"random plan {seed}"] = differences(one[:2], train(world, engine, 2))
+        runner = world.runner(world.random_plan(seed))
+        different[f"random plan {seed}"] = differences(one[:2], train(world, runner, 2))
     pair = [
         node.meta["strand"]
         for node in planned.executor.lowered[both(planned.executor.lowered)].module.graph.nodes
@@ -61,10 +61,10 @@ def bit_facts(world: World, steps: int, random_plans: int) -> dict[str, Any]:
     }
 
 
-def gradients(world: World, engine: Engine) -> tuple[list[float], dict[str, Tensor]]:
+def gradients(world: World, runner: StepRunner) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and this rank's gradients of the first step from the first weights."""
     world.reset()
-    losses = losses_of(engine, world.case.batches(0))
+    losses = losses_of(runner, world.case.batches(0))
     masters = world.weights.masters
     return [float(loss) for loss in losses], {k: local(p.grad).clone() for k, p in masters.items()}
 
@@ -77,8 +77,8 @@ def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 def closeness_facts(world: World) -> dict[str, float]:
     """How far strands are from eager autograd on the same ranks, and from one plain process."""
-    engine = world.planned()
-    losses, mine = gradients(world, engine)
+    runner = world.planned()
+    losses, mine = gradients(world, runner)
     eager_losses, eager = gradients(world, world.eager())
     facts = {
         "eager losses": max(abs(a / b - 1) for a, b in zip(losses, eager_losses, strict=True)),
@@ -86,7 +86,7 @@ def closeness_facts(world: World) -> dict[str, float]:
     }
     if world.case.dtype != torch.float32:
         return facts
-    gradients(world, engine)
+    gradients(world, runner)
     masters = world.weights.masters
     whole = {
         name.removeprefix("model."): getattr(p.grad, "full_tensor", lambda g=p.grad: g)()
@@ -98,7 +98,7 @@ def closeness_facts(world: World) -> dict[str, float]:
         plain["head.weight"] = plain["embedding.weight"]
     plain_step(world.case, plain, 0)
     facts["plain gradients"] = furthest(whole, {k: v.grad for k, v in theirs.items()})
-    facts["plain losses"] = plain_training(world, engine, plain, list(theirs.values()))
+    facts["plain losses"] = plain_training(world, runner, plain, list(theirs.values()))
     return facts
 
 
@@ -110,7 +110,7 @@ def plain_step(case: Case, weights: plain_llama.Weights, step: int) -> list[floa
 
 
 def plain_training(
-    world: World, engine: Engine, plain: plain_llama.Weights, parameters: list[Tensor]
+    world: World, runner: StepRunner, plain: plain_llama.Weights, parameters: list[Tensor]
 ) -> float:
     """Largest relative difference of any loss over a few steps of PyTorch's own training."""
     world.reset()
@@ -126,7 +126,7 @@ def plain_training(
     )
     worst = 0.0
     for step in range(SMALL_STEPS):
-        losses = losses_of(engine, world.case.batches(step))
+        losses = losses_of(runner, world.case.batches(step))
         clip_gradients(world.weights.parameters, OPTIMIZER.clip_norm)
         ours.step()
         theirs.zero_grad()

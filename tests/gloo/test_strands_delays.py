@@ -37,13 +37,13 @@ class Pauses:
             self.slept.append(self.draw.uniform(0, LONGEST_S))
             time.sleep(self.slept[-1])
 
-    def compile_into(self, engine: Step) -> None:
-        """Before and after everything that the engine's graphs call."""
+    def compile_into(self, runner: Step) -> None:
+        """Before and after everything that the runner's graphs call."""
 
         def pause() -> None:  # a graph calls functions, not objects
             self()
 
-        for lowered in engine.executor.lowered.values():
+        for lowered in runner.executor.lowered.values():
             graph = lowered.module.graph
             for node in list(graph.nodes):
                 if node.op == "call_function":
@@ -56,23 +56,23 @@ class Pauses:
 
 def plans(world: World) -> dict[str, Step]:
     costs = world.costs()
-    engines = {search: world.planned(search, costs) for search in SEARCHES}
-    engines |= {f"random {seed}": world.engine(world.random_plan(seed)) for seed in RANDOM_PLANS}
-    return engines | {"one strand": world.engine()}
+    runners = {search: world.planned(search, costs) for search in SEARCHES}
+    runners |= {f"random {seed}": world.runner(world.random_plan(seed)) for seed in RANDOM_PLANS}
+    return runners | {"one strand": world.runner()}
 
 
 def facts(world: World) -> dict[str, Any]:
     """What differs from one undisturbed strand, by plan."""
     batches = CASE.batches(0)
-    expected = fingerprint(world, losses_of(world.engine(), batches))
+    expected = fingerprint(world, losses_of(world.runner(), batches))
     pauses = Pauses()
     different: dict[str, list[str]] = {}
-    for name, engine in plans(world).items():
-        pauses.compile_into(engine)
+    for name, runner in plans(world).items():
+        pauses.compile_into(runner)
         different[name] = []
         for seed in range(SEEDS):
             pauses.draw.seed(2 * seed + world.meshes.layout.get_rank())
-            found = fingerprint(world, losses_of(engine, batches))
+            found = fingerprint(world, losses_of(runner, batches))
             different[name] += differences([expected], [found])
     return {
         "different": different,

@@ -63,9 +63,9 @@ class AliveAtEachOperator(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def deaths_of_saved_values(engine: Step) -> list[int]:
+def deaths_of_saved_values(runner: Step) -> list[int]:
     """How many values that forward saved for backward exist before each backward operator."""
-    executor, batch = engine.executor, CASE.batches(0)[0]
+    executor, batch = runner.executor, CASE.batches(0)[0]
     with torch.no_grad():
         run = StepRun(executor, [batch], None)
         run.run(executor.lowered["forward"], {"forward": 1})
@@ -79,21 +79,21 @@ def deaths_of_saved_values(engine: Step) -> list[int]:
 
 
 def memory_facts(world: World) -> dict[str, Any]:
-    engine = world.planned()
+    runner = world.planned()
     places, live = [], []
     for step in range(5):
-        losses = losses_of(engine, CASE.batches(step))
+        losses = losses_of(runner, CASE.batches(step))
         gradients = [p.grad for p in world.weights.parameters]
         places.append([local(g).untyped_storage().data_ptr() for g in gradients if g.dim() > 1])
         del losses, gradients
-        engine.losses = []
+        runner.losses = []
         live.append(live_tensor_bytes())
     buffers = {b.untyped_storage().data_ptr() for b in world.buffers.values()}
     return {
         "always the same buffers": all(place == places[0] for place in places),
         "gradients are buffers": set(places[0]) <= buffers,
         "live bytes": live,
-        "saved values alive": deaths_of_saved_values(world.engine()),
+        "saved values alive": deaths_of_saved_values(world.runner()),
     }
 
 
@@ -121,10 +121,10 @@ def test_memory_stays_the_same_and_saved_values_die_at_their_last_use() -> None:
 
 def recorder_facts(world: World) -> dict[str, Any]:
     facts: dict[str, Any] = {"different": {}, "faults": {}, "collectives": {}, "kinds": {}}
-    for name, engine in {"one": world.engine(), "two": world.planned()}.items():
-        plain = fingerprint(world, losses_of(engine, CASE.batches(0)))
-        timeline = engine.record(CASE.batches(0), label=name)
-        recorded = fingerprint(world, engine.losses)
+    for name, runner in {"one": world.runner(), "two": world.planned()}.items():
+        plain = fingerprint(world, losses_of(runner, CASE.batches(0)))
+        timeline = runner.record(CASE.batches(0), label=name)
+        recorded = fingerprint(world, runner.losses)
         facts["different"][name] = differences([plain], [recorded])
         facts["faults"][name] = timeline_faults(timeline, world)
         facts["collectives"][name] = [
@@ -228,38 +228,38 @@ def test_a_recorded_step_has_the_same_bits_and_a_sound_timeline() -> None:
 
 def without_one_accumulation(world: World) -> tuple[Step, str]:
     """Two strands that forget to add one gradient; and the name of its parameter."""
-    engine = world.planned()
-    lowered = engine.executor.lowered[both(engine.executor.lowered)]
+    runner = world.planned()
+    lowered = runner.executor.lowered[both(runner.executor.lowered)]
     graph = lowered.module.graph
     node = next(n for n in graph.nodes if n.target == torch.ops.aten.addmm_.default)
     place = list(graph.find_nodes(op="placeholder")).index(node.args[0])
     graph.erase_node(node)
     lowered.module.recompile()
-    return engine, lowered.inputs[place][1].target
+    return runner, lowered.inputs[place][1].target
 
 
 def reordered(world: World, order: list[int]) -> Step:
     """Two strands that take the wrong micro-batches."""
-    engine = world.planned()
-    step = engine.executor.step
-    engine.executor.step = lambda batches, recorder: step([batches[i] for i in order], recorder)
-    return engine
+    runner = world.planned()
+    step = runner.executor.step
+    runner.executor.step = lambda batches, recorder: step([batches[i] for i in order], recorder)
+    return runner
 
 
 def mutation_facts(world: World) -> dict[str, Any]:
-    """What the comparison of bits says about engines that are wrong on purpose."""
+    """What the comparison of bits says about runners that are wrong on purpose."""
     batches = CASE.batches(0)
-    one = fingerprint(world, losses_of(world.engine(), batches))
-    engine, parameter = without_one_accumulation(world)
-    engines = {
+    one = fingerprint(world, losses_of(world.runner(), batches))
+    runner, parameter = without_one_accumulation(world)
+    runners = {
         "sound": world.planned(),
-        "dropped": engine,
+        "dropped": runner,
         "swapped": reordered(world, [0, 2, 1, 3]),
         "twice": reordered(world, [0, 1, 2, 2]),
     }
     facts = {
         k: differences([one], [fingerprint(world, losses_of(e, batches))])
-        for k, e in engines.items()
+        for k, e in runners.items()
     }
     return {**facts, "parameter": parameter, "gradients": len(world.weights.parameters)}
 

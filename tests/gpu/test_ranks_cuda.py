@@ -81,7 +81,7 @@ def steps(config: RunConfig = LARGE) -> list[str]:
         session = open_session(config)
         source = session.batches()
         batches = [session.move(next(source)) for _ in range(config.train.micro_batches)]
-        one, two = session.engines["1"], session.engines["2"]
+        one, two = session.runners["1"], session.runners["2"]
         assert isinstance(one, Step)
         assert isinstance(two, Step)
         clock, graphs = clock_for(session.device.type), two.strands.op_graphs

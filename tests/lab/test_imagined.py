@@ -195,9 +195,9 @@ def child_strands() -> dict[str, Any]:
 
     with imagined_world(load_cluster("a800"), 2, slower=20.0) as imagined:
         world = open_world(Case(), 2)
-        one = train(world, world.engine(), 3)
+        one = train(world, world.runner(), 3)
         two = train(world, world.planned("list"), 3)
-        shuffled = train(world, world.engine(world.random_plan(3)), 3)
+        shuffled = train(world, world.runner(world.random_plan(3)), 3)
         with imagined.free_transfers():
             free = train(world, world.planned("list"), 3)
         found = {
@@ -206,7 +206,7 @@ def child_strands() -> dict[str, Any]:
             "free": differences(one, free),
         }
         losses = losses_of(world.eager(), world.case.batches(0))
-        again = losses_of(world.engine(), world.case.batches(0))
+        again = losses_of(world.runner(), world.case.batches(0))
         close = [torch.allclose(a, b, rtol=1e-5) for a, b in zip(losses, again, strict=True)]
         finite = all(torch.isfinite(p).all() for p in world.weights.parameters)
     return {"differences": found, "close": all(close), "finite": bool(finite)}

@@ -37,9 +37,9 @@ from interlace.lab.imagined_world import ImaginedWorld, imagined_world
 from interlace.ranks.device import device_type
 from interlace.runtime.executor import Batch
 from interlace.train.compare import compare
-from interlace.train.engines import Engine
 from interlace.train.metrics import model_flops_per_token
 from interlace.train.opening import open_session
+from interlace.train.step_runners import StepRunner
 
 MODELS = {
     "small": ModelConfig(width=512, heads=8, kv_heads=8, ffn_width=1408),
@@ -61,25 +61,25 @@ FREE = cast("Mode", "free")
 
 
 class FreeTransfers:
-    """An engine whose collectives take no time on their links."""
+    """An runner whose collectives take no time on their links."""
 
-    def __init__(self, engine: Engine, world: ImaginedWorld) -> None:
+    def __init__(self, runner: StepRunner, world: ImaginedWorld) -> None:
         self.number = 0
-        self.engine = engine
+        self.runner = runner
         self.world = world
         self.losses: list[Tensor] = []
 
     def __call__(self, batches: Sequence[Batch]) -> Tensor:
-        """As the engine's."""
+        """As the runner's."""
         with self.world.free_transfers():
-            loss = self.engine(batches)
-        self.losses = self.engine.losses
+            loss = self.runner(batches)
+        self.losses = self.runner.losses
         return loss
 
     def record(self, batches: Sequence[Batch], label: str) -> Timeline | None:
-        """As the engine's."""
+        """As the runner's."""
         with self.world.free_transfers():
-            return self.engine.record(batches, label=label)
+            return self.runner.record(batches, label=label)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +141,10 @@ def measure(case: ImaginedCase) -> tuple[list[ResultRow], str]:
         cluster, case.world, slower=case.slower, compile_kernel=compile_elementwise
     ) as world:
         session = open_session(config)
-        engines = {**session.engines, FREE: FreeTransfers(session.engines["2"], world)}
+        runners = {**session.runners, FREE: FreeTransfers(session.runners["2"], world)}
         modes = (*config.compare.modes, FREE)
         config = replace(config, compare=replace(config.compare, modes=modes))
-        session = replace(session, engines=engines, config=config)
+        session = replace(session, runners=runners, config=config)
         source = session.dataset.batches(config.train.micro_batch_size)
         steps = [
             [session.move(next(source)) for _ in range(config.train.micro_batches)]

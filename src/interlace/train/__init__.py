@@ -1,15 +1,15 @@
 """A training run: session, loop, the ways to run a step, and what is written about it.
 
 worker.py         one rank of a job, from the process group to the last line
-session.py        one rank's model, data, weights, optimizer and engines
+session.py        one rank's model, data, weights, optimizer and runners
 opening.py        how a session is made from a RunConfig
 built_model.py    the module that a rank trains, laid out, with its loss
 weights.py        master weights: what the optimizer owns
 optimizer.py      AdamW with warm-up and decay
-engines.py        two strands, one strand, eager: the ways to run a step
+step_runners.py   two strands, one strand, eager: the ways to run a step
 fully_sharded.py  PyTorch's `fully_shard` on the same module, to compare
 loop.py           the loop, and what it writes
-compare.py        the same first steps under each engine
+compare.py        the same first steps under each runner
 fallback.py       whether the plan wins on the real machine
 proof.py          whether the plan hid what it said it would
 same_run.py       what the ranks of a run must hold alike

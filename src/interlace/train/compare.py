@@ -1,6 +1,6 @@
-"""Run the same first steps under each engine, and compare losses, weights and step times.
+"""Run the same first steps under each runner, and compare losses, weights and step times.
 
-Engines take turns step by step, so that a machine that slows down slows all of them. Each has its
+Runners take turns step by step, so that a machine that slows down slows all of them. Each has its
 own copy of weights and optimizer state, which is put in place before its turn and taken out after
 it; that copying is not timed. Afterwards everything is as it was before.
 """
@@ -35,7 +35,7 @@ State = list[Tensor]
 
 @dataclass
 class ModeResult:
-    """What one engine did over the compared steps."""
+    """What one runner did over the compared steps."""
 
     step_ns: list[int] = field(default_factory=list)
     graph_ns: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class ModeResult:
 def compare(
     session: Session, steps: Sequence[Sequence[Batch]], report: Callable[[str], None]
 ) -> tuple[dict[str, Any], list[Timeline]]:
-    """Run `steps` under every configured engine: (summary for comparison.json, timelines).
+    """Run `steps` under every configured runner: (summary for comparison.json, timelines).
 
     The step after the timed ones is recorded, and the one after that looks at memory if asked,
     so neither touches a measured time.
@@ -66,10 +66,10 @@ def compare(
         report(f"compared step {number + 1}/{len(steps)}")
     for mode in modes:
         _load(session, results[mode].state)
-        engine = session.engines[mode]
-        results[mode].timeline = engine.record(steps[-1], label=mode)
+        runner = session.runners[mode]
+        results[mode].timeline = runner.record(steps[-1], label=mode)
         if session.config.compare.memory:
-            run = partial(engine, steps[-1])
+            run = partial(runner, steps[-1])
             results[mode].growth = measure_growth(run, session.device)
     _load(session, start)
     set_step(session.schedule, first)
@@ -88,8 +88,8 @@ def _take_turn(
     set_step(session.schedule, step)
     _synchronise(session)  # what `_load` copies on a device is no part of the step
     wall, cpu = time.perf_counter_ns(), time.process_time_ns()
-    session.engines[mode].number = step
-    loss = session.engines[mode](batches)
+    session.runners[mode].number = step
+    loss = session.runners[mode](batches)
     if session.device.type == "cuda":
         torch.cuda.synchronize()
     result.graph_ns.append(time.perf_counter_ns() - wall)
@@ -191,7 +191,7 @@ def _same_graphs(
     first: dict[str, ModeResult] = {}
     pairs = []
     for mode, result in results.items():
-        step = session.engines[mode]
+        step = session.runners[mode]
         if not isinstance(step, Step):
             continue
         digest = step.strands.digest
@@ -253,7 +253,7 @@ def _mode_row(session: Session, mode: Mode, result: ModeResult) -> dict[str, Any
 
 def _predicted(session: Session, mode: Mode) -> dict[str, Any]:
     """What the plan promises: time of the graphs of a step, a bound for it, peak of values."""
-    step = session.engines[mode]
+    step = session.runners[mode]
     if not isinstance(step, Step):
         return {}
     plan, costs, graphs = step.plan, step.costs, step.strands.op_graphs

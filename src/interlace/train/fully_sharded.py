@@ -32,9 +32,9 @@ def sharded_twin(module: nn.Module, meshes: Meshes, compute_dtype: torch.dtype) 
     return twin
 
 
-class FullyShardedEngine:
+class FullyShardedRunner:
     """Steps of a `sharded_twin`. Before a step it takes the masters over, afterwards it leaves its
-    gradients in them, so that it can be compared with other engines."""
+    gradients in them, so that it can be compared with other runners."""
 
     def __init__(self, weights: MasterWeights, twin: nn.Module, layout: DataLayout) -> None:
         self.number = 0

@@ -131,17 +131,17 @@ class Trainer:
         every = config.output.record_every
         due = bool(every) and (step % every == 0 or step == config.train.steps)
         mode, trying = self.trial.next_mode(), self.trial.running
-        engine = session.engines[mode]
-        engine.number = step
+        runner = session.runners[mode]
+        runner.number = step
         batches = self._next_batches()
         began = time.perf_counter_ns()
         timeline = None
         if due and not trying:
-            timeline = engine.record(batches, label=mode)
+            timeline = runner.record(batches, label=mode)
         else:
-            engine(batches)
+            runner(batches)
         rate = session.optimizer.param_groups[0]["lr"]
-        loss = session.mean(torch.stack(engine.losses).mean())
+        loss = session.mean(torch.stack(runner.losses).mean())
         norm = self._update(step, loss)
         step_ns = time.perf_counter_ns() - began
         sharing = config.parallel.data_replicate * config.parallel.data_shard

@@ -1,4 +1,4 @@
-"""Open a session: model, data, weights and optimizer, then graphs, costs, plans and engines."""
+"""Open a session: model, data, weights and optimizer, then graphs, costs, plans and runners."""
 
 import sys
 from collections.abc import Sequence
@@ -30,8 +30,7 @@ from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import Schedule, find
 from interlace.step import Draws, Step
 from interlace.train.built_model import build_module, overridden_shape, published_shape
-from interlace.train.engines import EagerEngine, Engine, planned_step
-from interlace.train.fully_sharded import FullyShardedEngine, sharded_twin
+from interlace.train.fully_sharded import FullyShardedRunner, sharded_twin
 from interlace.train.optimizer import build_optimizer, build_schedule
 from interlace.train.session import (
     DECOMPOSED_MODES,
@@ -41,6 +40,7 @@ from interlace.train.session import (
     Setup,
     vocabulary,
 )
+from interlace.train.step_runners import EagerRunner, StepRunner, planned_step
 from interlace.train.weights import MasterWeights
 
 SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
@@ -50,7 +50,7 @@ SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
 def open_session(config: RunConfig) -> Session:
     """Build everything up to and including the plan. Collective; the process group exists."""
     setup, twin = _open(config)
-    return Session(**vars(setup), engines=_engines(setup, twin))
+    return Session(**vars(setup), runners=_runners(setup, twin))
 
 
 def open_graphs(config: RunConfig) -> tuple[Setup, Compilation]:
@@ -97,7 +97,7 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
 
 
 def _trace(
-    setup: Setup, schedule: Schedule, *, plain: bool = False, eager: Engine | None = None
+    setup: Setup, schedule: Schedule, *, plain: bool = False, eager: StepRunner | None = None
 ) -> Compilation:
     """The graphs among which the run chooses, and what stands for their inputs."""
     config, data, weights = setup.config, setup.weights.data, setup.weights
@@ -114,7 +114,7 @@ def _trace(
         print(f"all layers are traced: {reason}", file=sys.stderr)
     _say_if_rounded(setup)
     constants = {**weights.constants(), **weights.buffers()}
-    if data is not None and data.gathers_each and not isinstance(eager, EagerEngine):
+    if data is not None and data.gathers_each and not isinstance(eager, EagerRunner):
         weights.drop_whole()
     settings = StepSettings(
         plan=config.plan,
@@ -137,20 +137,20 @@ def _say_if_rounded(setup: Setup) -> None:
         )
 
 
-def _engines(setup: Setup, twin: nn.Module | None) -> dict[Mode, Engine]:
+def _runners(setup: Setup, twin: nn.Module | None) -> dict[Mode, StepRunner]:
     """Every way to run a step that the run file asks for."""
     modes = modes_of(setup.config)
-    engines: dict[Mode, Engine] = {}
+    runners: dict[Mode, StepRunner] = {}
     if "eager" in modes:
-        engines["eager"] = _eager_engine(setup, twin)
+        runners["eager"] = _eager_runner(setup, twin)
     if modes == {"eager"}:
-        return engines
+        return runners
     strands = 1 if setup.config.strands == "1" else 2
     compilation = _trace(
         setup,
         SCHEDULES[strands],
         plain=bool(modes & PLAIN_MODES),
-        eager=engines.get("eager"),
+        eager=runners.get("eager"),
     )
     # All plans first: one that is made measures times, which are those of steps without a search.
     plans = _plans(setup.config, compilation, sorted(modes - {"eager"}))
@@ -162,8 +162,8 @@ def _engines(setup: Setup, twin: nn.Module | None) -> dict[Mode, Engine]:
             made[key] = planned_step(
                 setup.weights, graphs, plan, compilation.constants, draws, costs
             )
-        engines[mode] = made[key]
-    return engines
+        runners[mode] = made[key]
+    return runners
 
 
 def _plans(
@@ -213,11 +213,11 @@ def _can_fully_shard(config: RunConfig) -> bool:
     )
 
 
-def _eager_engine(setup: Setup, twin: nn.Module | None) -> Engine:
+def _eager_runner(setup: Setup, twin: nn.Module | None) -> StepRunner:
     """PyTorch's own `fully_shard` where it does the same; else autograd on whole weights."""
     if twin is None or setup.weights.data is None:
-        return EagerEngine(setup.weights, setup.meshes)
-    return FullyShardedEngine(setup.weights, twin, setup.weights.data)
+        return EagerRunner(setup.weights, setup.meshes)
+    return FullyShardedRunner(setup.weights, twin, setup.weights.data)
 
 
 def _plan(

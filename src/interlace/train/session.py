@@ -1,4 +1,4 @@
-"""Session: one rank's model, data, weights, optimizer and engines, built from a RunConfig."""
+"""Session: one rank's model, data, weights, optimizer and runners, built from a RunConfig."""
 
 import math
 import os
@@ -26,7 +26,7 @@ from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
 from interlace.step import Step
-from interlace.train.engines import Engine
+from interlace.train.step_runners import StepRunner
 from interlace.train.weights import MasterWeights, clip_gradients
 
 PLAIN_MODES = frozenset[Mode]({"plain-1", "plain-2"})
@@ -154,7 +154,7 @@ class Session(Setup):
     """What training needs: a setup, and the ways to run its steps, which share weights and
     gradient sums."""
 
-    engines: Mapping[Mode, Engine]
+    runners: Mapping[Mode, StepRunner]
     """By mode; at least that of `config.strands`."""
 
     @property
@@ -164,14 +164,14 @@ class Session(Setup):
         return sum(constant_bytes(self.config, module, data).values())
 
     @property
-    def engine(self) -> Engine:
-        """The engine that the run asked for."""
-        return self.engines[self.config.strands]
+    def runner(self) -> StepRunner:
+        """The runner that the run asked for."""
+        return self.runners[self.config.strands]
 
     @property
     def steps(self) -> dict[Mode, Step]:
-        """The engines that run traced graphs."""
-        return {mode: each for mode, each in self.engines.items() if isinstance(each, Step)}
+        """The runners that run traced graphs."""
+        return {mode: each for mode, each in self.runners.items() if isinstance(each, Step)}
 
     @property
     def main(self) -> Step | None:
@@ -210,9 +210,9 @@ class Session(Setup):
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Losses of micro-batches on this rank, with the weights as they are now."""
-        engine, data = self.engine, self.weights.data
-        if data is not None and data.gathers_each and isinstance(engine, Step):
-            return engine.executor.evaluate(batches)
+        runner, data = self.runner, self.weights.data
+        if data is not None and data.gathers_each and isinstance(runner, Step):
+            return runner.executor.evaluate(batches)
         self.weights.gather()
         module = self.weights.module.eval()
         try:

@@ -49,7 +49,7 @@ class MasterWeights:
         """Of masters and gradient sums: float32, or that of a module that was made otherwise."""
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.on_publish: list[Callable[[], None]] = []
-        """Called with new masters, by engines that keep weights of their own."""
+        """Called with new masters, by runners that keep weights of their own."""
         whole = {name: parameter.detach() for name, parameter in self.masters.items()}
         if self.separate:
             whole = {name: parameter.clone() for name, parameter in whole.items()}

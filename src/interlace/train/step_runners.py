@@ -1,6 +1,6 @@
 """The ways to run a step: planned strands (`step.Step`), and plain eager autograd.
 
-Each engine takes the micro-batches of a step and leaves the gradient of their mean loss in the
+Each runner takes the micro-batches of a step and leaves the gradient of their mean loss in the
 master weights, in the parameters' own layout. They differ in nothing else, so runs can be
 compared bit by bit.
 """
@@ -27,7 +27,7 @@ from interlace.step import NO_DRAWS, Draws, Step
 from interlace.train.weights import MasterWeights, TrainedWeights
 
 
-class Engine(Protocol):
+class StepRunner(Protocol):
     """Runs the micro-batches of one step."""
 
     number: int
@@ -44,7 +44,7 @@ class Engine(Protocol):
         ...
 
 
-class EagerEngine:
+class EagerRunner:
     """What a user has today: PyTorch autograd on the DTensor module."""
 
     def __init__(self, weights: MasterWeights, meshes: Meshes) -> None:
