@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from interlace.compiled import Compilation, Constants, StepSettings
+from interlace.compiled import Compilation, Constants, MeasuredTimes, StepSettings
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
 from interlace.errors import InputError
 from interlace.graphs.wide_sums import wide_sums
@@ -33,7 +33,6 @@ from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
 from interlace.runtime.traced_strands import build_strands
 from interlace.schedules.finder import Schedule, ScheduleFunction, find
-from interlace.search.problem import MemoryLimits
 from interlace.step import Draws, Step
 
 Batch = tuple[Tensor, ...]
@@ -100,8 +99,15 @@ def compile_step(
         chunk, whole.parameters, whole.placements, dtype, replicas=data is not None
     )
     limits = memory_limits(RunConfig(plan=config), chunk, data)
-    settings = _settings(config, overlap, limits)
-    compilation = Compilation(candidates, example_inputs, gradients.constants, settings)
+    settings = StepSettings(plan=config, overlap=overlap, limits=limits)
+    times = MeasuredTimes(
+        example=example_inputs,
+        constants=gradients.constants,
+        plan=config,
+        link=RunConfig().link,
+        say=logging.getLogger("interlace").warning,
+    )
+    compilation = Compilation(candidates, settings, times)
     tensors = UserModule(chunk, gradients, binding, example_inputs, alike)
     step = _step(compilation, found, tensors, data_rank_of(mesh, whole))
     check_agreement(step.digests)
@@ -193,11 +199,6 @@ def _schedule(schedule: str | ScheduleFunction, strands: int) -> Schedule:
     found = find(schedule or ("one_strand", "two_strand")[strands - 1])
     found.phases(found.graphs)
     return found
-
-
-def _settings(config: PlanConfig, overlap: OverlapConfig, limits: MemoryLimits) -> StepSettings:
-    say = logging.getLogger("interlace").warning
-    return StepSettings(plan=config, overlap=overlap, limits=limits, link=RunConfig().link, say=say)
 
 
 def _step(

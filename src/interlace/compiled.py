@@ -1,4 +1,4 @@
-"""From traced graphs to a plan, for `compile_step`, for the trainer and for `profile` alike:
+"""From traced graphs to a plan, for `compile_step`, the trainer, `plan` and `profile` alike:
 
 trace -> decompose -> share over data-parallel ranks      `trace_candidates` (runtime.candidates)
       -> costs -> which passes are decomposed -> plan     `Compilation`
@@ -38,42 +38,74 @@ _BY_TIMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """How costs are measured and plans are made."""
+    """How plans are made."""
 
     plan: PlanConfig
     overlap: OverlapConfig
     limits: MemoryLimits
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTimes:
+    """Times of graphs on this machine, of an earlier run or measured now. Collective."""
+
+    example: Batch
+    """One micro-batch."""
+    constants: Constants
+    """Gradient sums among them are left alone."""
+    plan: PlanConfig
     link: LinkConfig
     say: Callable[[str], None]
     """Takes a line for people, such as one about noisy times."""
 
+    def __call__(self, strands: Strands) -> CostTable:
+        """The table of these graphs, the same on all ranks."""
+        device = self.example[0].device.type
+        machine = machine_id(device, link_label(self.link))
+        return cached(
+            cache_directory("costs") if self.plan.cache else None,
+            machine,
+            strands.digest,
+            lambda: profile_strands(
+                strands,
+                self.example,
+                device,
+                self.constants,
+                repeats=self.plan.profile_repeats,
+                machine=machine,
+            ),
+            say=self.say,
+        )
+
 
 class Compilation:
-    """Traced graphs on their way to steps. All steps made from it share its measured times.
+    """Traced graphs on their way to steps. All steps made from it share its tables of times.
 
-    `costs`, `chosen` and `plan` are collective: ranks call them in the same order.
+    `costs`, `chosen` and `plan` are collective where times are measured: ranks call them in the
+    same order.
     """
 
     def __init__(
-        self, candidates: Candidates, example: Batch, constants: Constants, settings: StepSettings
+        self,
+        candidates: Candidates,
+        settings: StepSettings,
+        times: Callable[[Strands], CostTable],
     ) -> None:
-        """`example` is one micro-batch; gradient sums in `constants` are left alone."""
+        """`times` gives the table of some graphs: measured here (`MeasuredTimes`), or computed."""
         self.candidates = candidates
         self.tables: dict[str, CostTable] = {}
-        """Measured times, by digest of the graphs."""
-        self._example = example
-        self.constants = constants
-        """What the graphs' inputs stand for."""
+        """Times, by digest of the graphs."""
         self._settings = settings
+        self._times = times
 
     def costs(self, strands: Strands) -> CostTable:
-        """Times of these graphs, measured when they are first asked for. Where a step's ends have
+        """Times of these graphs, found when they are first asked for. Where a step's ends have
         graphs of their own these are measured with the others, and all candidates share a table."""
         if strands.digest not in self.tables:
             ends = self.candidates.ends
             measured = strands if ends is None else self.candidates.whole
             if measured.digest not in self.tables:
-                self.tables[measured.digest] = self._measured(measured)
+                self.tables[measured.digest] = self._times(measured)
             self.tables[strands.digest] = self.tables[measured.digest]
         return self.tables[strands.digest]
 
@@ -111,22 +143,4 @@ class Compilation:
             search or self._settings.plan.search,
             limits=self._settings.limits,
             schedule=schedule,
-        )
-
-    def _measured(self, strands: Strands) -> CostTable:
-        settings, device = self._settings, self._example[0].device.type
-        machine = machine_id(device, link_label(settings.link))
-        return cached(
-            cache_directory("costs") if settings.plan.cache else None,
-            machine,
-            strands.digest,
-            lambda: profile_strands(
-                strands,
-                self._example,
-                device,
-                self.constants,
-                repeats=settings.plan.profile_repeats,
-                machine=machine,
-            ),
-            say=settings.say,
         )

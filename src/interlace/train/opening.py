@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from interlace.compiled import Compilation, StepSettings
+from interlace.compiled import Compilation, Constants, MeasuredTimes, StepSettings
 from interlace.config import Mode, RunConfig, modes_of
 from interlace.data.batches import open_dataset
 from interlace.decompose.rewrite.apply import Decompose
@@ -53,10 +53,10 @@ def open_session(config: RunConfig) -> Session:
     return Session(**vars(setup), runners=_runners(setup, twin))
 
 
-def open_graphs(config: RunConfig) -> tuple[Setup, Compilation]:
+def open_graphs(config: RunConfig) -> tuple[Setup, Compilation, Constants]:
     """Graphs for two strands, of which nothing is planned or measured yet. Collective."""
     setup, _ = _open(config)
-    return setup, _trace(setup, SCHEDULES[2])
+    return setup, *_trace(setup, SCHEDULES[2])
 
 
 def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
@@ -98,7 +98,7 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
 
 def _trace(
     setup: Setup, schedule: Schedule, *, plain: bool = False, eager: StepRunner | None = None
-) -> Compilation:
+) -> tuple[Compilation, Constants]:
     """The graphs among which the run chooses, and what stands for their inputs."""
     config, data, weights = setup.config, setup.weights.data, setup.weights
     example = setup.move(next(setup.batches()))
@@ -120,10 +120,15 @@ def _trace(
         plan=config.plan,
         overlap=config.overlap,
         limits=memory_limits(config, weights.module, data),
+    )
+    times = MeasuredTimes(
+        example=example,
+        constants=constants,
+        plan=config.plan,
         link=config.link,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    return Compilation(candidates, example, constants, settings)
+    return Compilation(candidates, settings, times), constants
 
 
 def _say_if_rounded(setup: Setup) -> None:
@@ -146,7 +151,7 @@ def _runners(setup: Setup, twin: nn.Module | None) -> dict[Mode, StepRunner]:
     if modes == {"eager"}:
         return runners
     strands = 1 if setup.config.strands == "1" else 2
-    compilation = _trace(
+    compilation, constants = _trace(
         setup,
         SCHEDULES[strands],
         plain=bool(modes & PLAIN_MODES),
@@ -159,9 +164,7 @@ def _runners(setup: Setup, twin: nn.Module | None) -> dict[Mode, StepRunner]:
         key = (graphs.digest, plan.search, plan.digest)
         if key not in made:
             costs, draws = compilation.tables.get(graphs.digest), _draws(setup)
-            made[key] = planned_step(
-                setup.weights, graphs, plan, compilation.constants, draws, costs
-            )
+            made[key] = planned_step(setup.weights, graphs, plan, constants, draws, costs)
         runners[mode] = made[key]
     return runners
 

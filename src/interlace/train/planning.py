@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from interlace import run_files
 from interlace.claims import refuse_in_live_run
+from interlace.compiled import Compilation, StepSettings
 from interlace.config import RunConfig, world_of
 from interlace.data.tokens import open_tokenizer
 from interlace.errors import InputError
@@ -34,7 +35,7 @@ from interlace.report.plan_picture import plan_png
 from interlace.report.plan_tables import plan_json, plan_summary
 from interlace.rules import check, resolve_layout
 from interlace.run_files import write_whole
-from interlace.runtime.candidates import Candidates, choose_passes, trace_candidates
+from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
 from interlace.runtime.traced_strands import build_strands
 from interlace.schedules.finder import find
@@ -85,9 +86,8 @@ def plan_command(
         costs, origin = measured_costs(table, str(cost), whole, interpolate=interpolate)
     _say(f"costs: {origin}")
     limits = memory_limits(config, whole.module, whole.data)
-    strands = whole
-    if config.overlap.passes != "ends":
-        strands = choose_passes(candidates, costs, limits)
+    settings = StepSettings(plan=config.plan, overlap=config.overlap, limits=limits)
+    strands = Compilation(candidates, settings, lambda _: costs).chosen()
     if strands.listing is not None:
         _say("\n".join(strands.listing.lines()))
     graphs = strands.op_graphs

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from interlace.compiled import Compilation
 from interlace.config import CompareConfig, RunConfig
 from interlace.errors import InputError
 from interlace.ir import store
@@ -30,7 +29,6 @@ from interlace.ranks.signals import StopFlag, agreed
 from interlace.ranks.small_collectives import broadcast_text, is_first_rank, largest
 from interlace.report.cost_tables import cost_summary
 from interlace.train.opening import open_graphs
-from interlace.train.session import Setup
 from interlace.train.worker import run_rank
 
 STOPPED = 130
@@ -72,7 +70,7 @@ def profile_command(config: RunConfig, output: Path, *, again: bool, progress: P
 
 
 def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag) -> int:
-    setup, compilation = open_graphs(config)
+    setup, compilation, constants = open_graphs(config)
     strands = compilation.candidates.whole
     check_agreement({"data": setup.dataset.digest, "graph": strands.digest})
     machine = machine_id(setup.device.type, link_label(config.link))
@@ -84,8 +82,10 @@ def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag
             print(cost_summary(table), file=sys.stderr)
             print(f"{files.output} is current; --again measures it again", file=sys.stderr)
         return 0
+    batch = next(setup.dataset.batches(config.train.micro_batch_size))
+    profiler = open_profiler(strands, setup.move(batch), setup.device.type, constants)
     try:
-        table = _measure_all(setup, compilation, table, files, progress, stop)
+        table = _measure_all(profiler, table, files, progress, stop)
     except _Stopped:
         if first:
             kept = f"what was measured is kept in {files.partial}; run it again to continue"
@@ -100,20 +100,8 @@ def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag
 
 
 def _measure_all(
-    setup: Setup,
-    compilation: Compilation,
-    table: CostTable,
-    files: Files,
-    progress: Progress,
-    stop: StopFlag,
+    profiler: Profiler, table: CostTable, files: Files, progress: Progress, stop: StopFlag
 ) -> CostTable:
-    batches = setup.dataset.batches(setup.config.train.micro_batch_size)
-    profiler = open_profiler(
-        compilation.candidates.whole,
-        setup.move(next(batches)),
-        setup.device.type,
-        compilation.constants,
-    )
     todo: list[Measurement] = measurements(profiler, partial(_alone, profiler, stop))
     for index, each in enumerate(todo):
         progress(each.name, index, len(todo))
