@@ -81,7 +81,7 @@ class Silence:
         return True
 
     def left_s(self) -> float:
-        """The soonest in which it can be over."""
+        """Seconds until the process can count as dead at the earliest."""
         return min(self._dead_after_s - self.idle_s, self._busy_s - self.silent_s)
 
     def text(self) -> tuple[str, str]:
