@@ -61,6 +61,7 @@ _STRANDS = {
 }
 """What the legend calls each strand."""
 _NO_STRAND = "#64748b"
+"""Colour of operators that belong to none of these strands."""
 _SHORT = {
     Kind.MATMUL: "mm",
     Kind.ATTENTION: "attn",
