@@ -32,7 +32,8 @@ class ElementSpan:
     """Of the source tensor, or of the destination (received, or to be forwarded)."""
     regions: tuple[Region, ...]
     flat: tuple[int, int] | None
-    """The same as [start, stop) of a contiguous local tensor, if it is one run of it."""
+    """The same elements as [start, stop) of a contiguous local tensor, if they are one run of
+    it."""
     offset_bytes: int
     size_bytes: int
 
