@@ -211,9 +211,10 @@ def _on_grid(tasks: list[JobTask], lanes: list[str], step: int) -> np.ndarray:
 
 
 PARTS = 40
-"""Weights are multiples of 1 / PARTS."""
+"""Weights are multiples of 1 / PARTS; a choice: any weights give a valid bound, finer ones a
+better."""
 ROUNDING_NS = 2e-3
-"""What a simulated operator may lose to rounding."""
+"""Time, in ns, that a simulated operator may lose to rounding."""
 
 
 def contention_bound_ns(problem: Problem) -> int:

@@ -39,15 +39,17 @@ the best merge within the bound is taken as it is."""
 STATES = 4000
 """Still larger ones are merged with fewer states kept, down in proportion."""
 REACH = 8
-"""Pieces by which one chain may have run more than the other's share of work, about one layer."""
+"""Pieces by which one chain may have run more than the other's share of work; a choice, about one
+layer."""
 EVALUATIONS = 3_000_000
 """Polishing budget in operators simulated, about a second of one core."""
 PER_OPERATOR = 1_200
 """Budget of a small problem, for each of its operators."""
 SLACKS = (1.01, 1.02, 1.04, 1.08)
-"""How much longer than the shortest an order may get to need less memory."""
+"""How many times as long as the shortest an order may get to need less memory; a choice, the least
+first."""
 PEAK_SHARE = 0.25
-"""Part of the budget that is spent on a lower peak."""
+"""Part of the budget that is spent on a lower peak; a choice."""
 
 
 def order_merge(problem: Problem) -> tuple[str, ...]:

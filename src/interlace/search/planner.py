@@ -95,6 +95,7 @@ SEARCHES: Mapping[str, Search] = {
     "list": Search(_list),
     "segment_pairs": Search(_segment_pairs),
 }
+"""The searches of this package, by the name that a run file gives."""
 
 
 def find_search(name: str) -> Search:
