@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PEER_EXIT_CODE = 43
-"""Another rank is at fault, and the main thread was blocked."""
+"""Exit code of a rank whose main thread was blocked because of another rank; a choice, as the two
+below, that no shell and no signal uses."""
 START_EXIT_CODE = 44
-"""The ranks did not meet in time, and the main thread was blocked."""
+"""Exit code of a rank whose main thread was blocked while the ranks did not meet in time."""
 STORE_EXIT_CODE = 45
-"""The store cannot be reached, and the main thread was blocked."""
+"""Exit code of a rank whose main thread was blocked when the store could not be reached."""
 
 LAST_WORDS_S = 0.5
 """Seconds that the message of a process has to be written before it ends; a choice."""

@@ -35,10 +35,11 @@ from interlace.ranks.launched import CORES, LAUNCHER_PID
 from interlace.ranks.supervise import PAUSED_HINT, Fault, Supervisor
 
 FAILED_GRACE_S = 3
-"""Seconds for the other ranks to end after one failed, then SIGKILL; a choice."""
+"""Seconds for the other ranks to end after one failed, then SIGKILL; a choice
+(docs/decisions/0005)."""
 STOP_GRACE_S = 12
-"""Seconds for all ranks to end after SIGINT or SIGTERM, then SIGKILL. A rank ends itself 10 s after
-the signal if its step has not ended by then (`signals.StopFlag`)."""
+"""Seconds for all ranks to end after SIGINT or SIGTERM, then SIGKILL; a choice. A rank ends itself
+10 s after the signal if its step has not ended by then (`signals.StopFlag`)."""
 
 _POLL_S = 0.05
 """Seconds between two looks at the ranks; a choice."""

@@ -28,7 +28,7 @@ _HEIGHT_IN = {_RIBBON: 0.19, _COMPUTE: 0.50, _EXPOSED: 0.13, _LINK: 0.28}
 _SPACE_IN = 0.04
 """Space between two rows in inches; a choice."""
 _CHARACTER_IN = 0.078
-"""Width of one character at the size of the labels inside rectangles."""
+"""Width in inches, about, of one character of the labels inside rectangles."""
 _MS = 1e6
 """Nanoseconds of a millisecond."""
 

@@ -16,7 +16,8 @@ from interlace.reshard.planning.layout import Box
 from interlace.reshard.planning.transfer_plan import Part, TransferPlan, sub_boxes
 
 ALIGNMENT_BYTES = 16
-"""A view of a buffer as another dtype must begin at a multiple of its element size."""
+"""Bytes to which spans are aligned, the largest element size of torch's types: a view of a buffer
+as another dtype must begin at a multiple of its element size."""
 
 Region = tuple[slice, ...]
 """A box of a local tensor, as its index."""

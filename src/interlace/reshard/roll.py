@@ -61,7 +61,7 @@ class Roll:
         return self.number
 
     def end(self) -> None:
-        """The transfer has arrived."""
+        """Notes that the transfer has arrived."""
         self.under_way = False
 
     def refuse(self, error: BaseException) -> None:

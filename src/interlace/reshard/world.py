@@ -53,7 +53,7 @@ class World:
         self._left.extend(messages)
 
     def add_plan(self, plan: int, roll: Roll) -> None:
-        """A plan, for as long as it exists."""
+        """Knows a plan for as long as it exists."""
         self._rolls[plan] = roll
 
     def begun_instead(self, peer: int) -> list[str]:
@@ -62,11 +62,11 @@ class World:
         return [transfer for transfer in found if transfer]
 
     def add_transfer(self, plan: int, handle: object) -> None:
-        """The handle of a transfer under way."""
+        """Knows the handle of a transfer under way."""
         self._under_way[plan] = handle
 
     def remove_transfer(self, plan: int) -> None:
-        """The transfer of a plan has ended."""
+        """Forgets the transfer of a plan, which has ended."""
         self._under_way.pop(plan, None)
 
     def transfers_before(self, plan: int) -> list[object]:

@@ -40,7 +40,8 @@ from interlace.search.chains import jobs
 from interlace.search.problem import Problem
 
 GRID = 3000
-"""Steps along each job: the bound loses at most one step per task, some tenths of a per cent."""
+"""Steps along each job; a choice. The bound loses at most one step per task, some tenths of a per
+cent."""
 
 JobTask = tuple[str, int]
 """(link or compute lane, ns)."""

@@ -119,7 +119,7 @@ class Moves:
         self.changes = self.draws = 0
 
     def note_change(self) -> None:
-        """The order is another one."""
+        """Take note that the order is another one now."""
         self.changes += 1
 
     def draw(self) -> tuple[int, list[int]]:

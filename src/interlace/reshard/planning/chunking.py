@@ -89,9 +89,9 @@ FILL = 0.02
 LEAST_BYTES = 64 * 1024
 """Least size of a chunk: smaller messages cost more in calls than they gain; a choice."""
 MANY = 100_000
-"""Messages at which chunks get larger instead; about 2 s of planning."""
+"""Messages at which chunks get larger instead; a choice: about 2 s of planning."""
 MOST = 8_000_000
-"""Messages that a plan may have: about 3 GB of memory."""
+"""Most messages that a plan may have; a choice: about 3 GB of memory."""
 
 
 class Cutter:
