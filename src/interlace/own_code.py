@@ -12,6 +12,7 @@ from pathlib import Path
 from interlace.errors import InputError
 
 _WHERE = "Python looks in the working folder, on PYTHONPATH and among installed packages"
+"""Hint where a user's module is not found."""
 
 
 def is_own(name: str) -> bool:

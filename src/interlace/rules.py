@@ -37,6 +37,7 @@ _POSITIVE = (
     "model.norm_eps",
     "optimizer.epsilon",
 )
+"""Fields that must be above 0."""
 _NOT_NEGATIVE = (
     "model.vocab_size",
     "optimizer.warmup_steps",
@@ -58,6 +59,7 @@ _NOT_NEGATIVE = (
     "checkpoint.every",
     "checkpoint.keep",
 )
+"""Fields that must be 0 or above."""
 
 
 def _value(config: RunConfig, name: str) -> Any:

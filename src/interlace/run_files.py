@@ -11,27 +11,41 @@ from interlace.errors import InputError, RunError
 from interlace.ir import store
 
 RUN = "run.toml"
+"""The run file, with all defaults filled in."""
 ENVIRONMENT = "environment.json"
+"""Versions and machine of the run."""
 METRICS = "metrics.jsonl"
+"""Events of the run, one a line."""
 COMPARISON = "comparison.json"
+"""Step times and losses of the compared ways of running."""
 COSTS = "costs.json"
+"""The measured cost table."""
 PLAN = "plan.txt"
+"""The plan that the run took."""
 DECOMPOSE = "decompose.json"
+"""Which collectives were cut into sends and which not."""
 TIMELINES = "timelines"
 """Folder of `MODE-rankN.json`, see `timeline_name`."""
 TENSORBOARD = "tensorboard"
+"""Folder of TensorBoard's event files."""
 
 REPORT = "report.html"
+"""The report as a page."""
 PICTURE = "timeline.png"
+"""The picture of one step."""
 TRACE = "trace.json.gz"
+"""Recorded steps as a Chrome trace."""
 HEAT_MAP = "oef.png"
+"""The picture of overlap effectiveness."""
 
 MARKERS = (RUN, METRICS, COMPARISON)
 """A folder that holds one of these is that of a run."""
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 """JSON has none of these numbers, so metrics.jsonl holds them as strings."""
 _RECORDS = (METRICS, COMPARISON, PLAN, COSTS, ENVIRONMENT, DECOMPOSE)
+"""What training writes, the run file apart."""
 _DRAWN = (REPORT, PICTURE, TRACE, HEAT_MAP)
+"""What the report adds."""
 
 
 def timeline_name(mode: str, rank: int) -> str:

@@ -37,7 +37,7 @@ NO_DRAWS = Draws()
 
 class StepTensors(Protocol):
     """Weights that a step reads and sums that it adds gradients to: of a user's module
-    (`runtime.user_module`), or of the trainer's float32 weights (`train.weights`)."""
+    (`api`), or of the trainer's float32 weights (`train.weights`)."""
 
     @property
     def constants(self) -> Mapping[tuple[str, str], Tensor]:

@@ -1,10 +1,10 @@
 """Measure every operator and every collective of a chunk alone, on the real machine.
 
 The forward and the backward graph run one after the other with real data, each collective
-waited for at once, so that nothing overlaps. Ranks then agree on the mean of all ranks, for a
-collective from its issue to its end. A rank that is early sees its own waiting in that, so what
-ranks lose by not being in step is part of a collective's time, and the sum is that of a real step
-(with the fastest rank's times predictions were 3 to 5 % short).
+waited for at once, so that nothing overlaps. Ranks then agree on the mean over all ranks; the time
+of a collective runs from its issue to its end. A rank that is early sees its own waiting in that,
+so what ranks lose by not being in step is part of a collective's time, and the sum is that of a
+real step (with the fastest rank's times predictions were 3 to 5 % short).
 """
 
 from collections.abc import Callable, Mapping

@@ -20,8 +20,10 @@ from interlace.measure.repeats import least_noisy
 from interlace.measure.start_up import Profiler, longest
 
 SMALLEST_BYTES, FEWEST_SIZES = 4096, 4
+"""Smallest transfer of a fit in bytes, and the fewest sizes that a line is fitted to; a choice: 4
+KiB shows the latency, and four sizes leave more points than the two numbers that are fitted."""
 LINK_BUDGET_NS = 100e6
-"""Time for one size of one collective."""
+"""Time, in ns, for one size of one collective; a choice."""
 PAIR_BUDGET_NS = 400e6
 """Time, in ns, for measuring one pair of a computation and a transfer; a choice."""
 

@@ -60,8 +60,8 @@ class CollectiveCall:
     def resized(self, full_bytes: int) -> "CollectiveCall":
         """The same collective on a tensor of about `full_bytes` in all, made of the same values.
 
-        Rounded up to whole rows for each rank. Rows are single numbers, but for an operator of a
-        user's own, which may need them as long as they are.
+        The size is rounded up to whole rows for each rank. A row is a single number, except for an
+        operator of a user's own, which may need rows as long as those that it was given.
         """
         ranks = self.ranks
         if self.row not in TABLE.values() and self.x.dim() and self.x.numel():

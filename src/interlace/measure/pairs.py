@@ -27,16 +27,21 @@ from interlace.ranks.small_collectives import largest, mean
 from interlace.runtime.recorder import Clock
 
 PAUSE_S = 0.05
-"""So long a link rests before a burst."""
+"""Seconds that a link rests before a burst; a choice."""
 COVER = 1.5
-"""Compute of a pair lasts so many times longer than its transfer alone, which it then covers even
-if compute slows it down."""
+"""How many times longer than its transfer alone the compute of a pair lasts, so that it covers the
+transfer even if compute slows that down; a choice."""
 SHORTEST_NS = 2e6
-"""Compute beside compute lasts so long or longer, to make the start of a thread small."""
+"""Least time, in ns, for which compute runs beside compute: a choice, long beside the time that a
+thread takes to start."""
 MOST_CALLS, MOST_TRANSFERS = 5_000, 200
+"""Most calls of an operator, and most transfers of a collective, in one round; a choice that bounds
+how long a round takes where one call or transfer is very short."""
 MOST_BYTES = 128 * 2**20
-"""Of all transfers of a round together."""
+"""Most bytes that all transfers of a round hold together; a choice that bounds memory."""
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 50
+"""Bounds on the rounds of one measurement; a choice: noise is told from the least of a few rounds,
+and more than 50 would only cost time."""
 
 
 def _rounds(round_ns: float, budget_ns: float) -> int:
@@ -106,8 +111,8 @@ def measure_pair(
 ) -> PairCost:
     """Run the collective beside as many calls of the operator as cover it, two at least.
 
-    A collective that is shorter than a call runs on more data: its effect on the call, and that of
-    the call on it, would be lost in the call's own variation.
+    A collective that is shorter than a call runs on more data. Otherwise its effect on the call,
+    and that of the call on it, would be lost in the call's own variation.
     """
     call_ns = _call_ns(clock, compute)
     collective, transfer_ns = _lengthened(clock, collective, call_ns)

@@ -8,9 +8,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 OUTLIERS = 0.1
-"""Share of the samples dropped at either end."""
+"""Share of the samples that is dropped at either end; a choice."""
 MOST_TRIES = 3
-"""So often one thing is measured before it is taken as it is."""
+"""How often one thing is measured at most, before the least noisy result is taken; a choice."""
 
 
 def least_noisy(measure: Callable[[], T], excess: Callable[[T], float]) -> T:
@@ -30,8 +30,8 @@ def least_noisy(measure: Callable[[], T], excess: Callable[[T], float]) -> T:
 def typical(samples: Sequence[float]) -> float:
     """Mean without the tenth at either end (at least one sample each, from three samples on).
 
-    A step is a sum of times, so of skewed times, as transfers of gloo are, the mean predicts it
-    and the median is too short (seen: mean 14.6 ms, median 13.9 ms).
+    A step is a sum of times. Where times are skewed, as those of gloo's transfers are, the mean
+    predicts the sum, and the median is too short (seen: mean 14.6 ms, median 13.9 ms).
     """
     ordered = sorted(samples)
     drop = ceil(OUTLIERS * len(ordered)) if len(ordered) > 2 else 0

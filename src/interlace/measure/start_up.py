@@ -27,11 +27,13 @@ from interlace.runtime.recorder import Clock, Recorder, clock_for
 from interlace.runtime.traced_strands import Strands
 
 NOTABLE = 0.1
-"""A kind with a smaller share of a step's compute or communication gets no pair at start-up."""
+"""A kind with a smaller share of a step's compute or communication gets no pair at start-up; a
+choice."""
 NOTABLE_KEY = 0.02
-"""Collectives with a smaller share of a step's communication are taken as they were in the step."""
+"""Collectives with a smaller share of a step's communication keep the times that they had in the
+profiled step (`on_busy_links`); a choice."""
 START_UP_BUDGET_NS = 100e6
-"""Time for one pair at start-up; three rounds are run in any case."""
+"""Time, in ns, for one pair at start-up; a choice. `pairs.FEWEST_ROUNDS` are run in any case."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from interlace.graphs.collectives import Pending
 from interlace.runtime.recorder import Clock
 
 SETTLE_S = 5.0
+"""Seconds in which a collective that has been waited for must report its end; a choice: long for a
+callback that is about to run, so that only a backend without any is refused."""
 Start = Callable[[], Pending]
 
 
@@ -114,7 +116,8 @@ def _meet(clock: Clock) -> None:
 
 
 def _settle(ends: Sequence[Any], count: int) -> None:
-    """A work's callback may still be about to run when its wait has returned."""
+    """Wait for the callbacks of `count` works: one may still be about to run when the work's wait
+    has returned. Raises RunError after `SETTLE_S`."""
     deadline = time.monotonic() + SETTLE_S
     while len(ends) < count:
         if time.monotonic() > deadline:

@@ -34,7 +34,9 @@ class ModelFile(Protocol):
     """What a module of this package offers."""
 
     TENSOR_PLAN: dict[str, str]
+    """Role under tensor + sequence parallelism, by pattern of sub-module names."""
     CONTEXT_PLAN: dict[str, str]
+    """Role under context parallelism, by pattern of sub-module names."""
 
     def build(self, config: ModelConfig, vocab_size: int, sequence_length: int) -> nn.Module:
         """The model with freshly initialised weights from torch's global generator."""
@@ -42,6 +44,7 @@ class ModelFile(Protocol):
 
 
 _OFFERS = ("build", "TENSOR_PLAN", "CONTEXT_PLAN")
+"""The names that a module must define to be a model file."""
 
 
 def model_file(architecture: str) -> ModelFile:

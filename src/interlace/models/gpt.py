@@ -27,7 +27,11 @@ TENSOR_PLAN = {
     "norm": "sequence_norm",
     "head": "vocabulary_head",
 }
+"""Role of each sub-module of a GPT under tensor + sequence parallelism, by pattern of names (roles:
+`interlace.parallel.tensor`)."""
 CONTEXT_PLAN = {"blocks.*.attention.core": "attention", "positions": "positions"}
+"""Role of each sub-module of a GPT under context parallelism (roles:
+`interlace.parallel.context`)."""
 
 
 class LearnedPositions(nn.Module):

@@ -10,6 +10,7 @@ from interlace.errors import InputError
 from interlace.models.hugging_face_names import FAMILIES, Family, family_for
 
 _OTHER_MODEL = 'set model.source = "hugging_face" to train the model of `transformers` itself'
+"""Hint where a checkpoint is of a kind, or has a setting, that our own models lack."""
 _NOT_OURS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "gpt2": {

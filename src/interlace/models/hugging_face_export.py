@@ -19,6 +19,8 @@ from interlace.models.hugging_face_files import INDEX, SINGLE
 from interlace.models.hugging_face_names import StoredPart, family_for, pieces
 
 SHARD_BYTES = 5 * 10**9
+"""Most bytes of one file of a checkpoint: the default of `save_pretrained` in `transformers` 4 (5
+GB)."""
 
 
 def export(

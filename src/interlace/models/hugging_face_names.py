@@ -63,6 +63,7 @@ def _fused(ours: tuple[str, ...], theirs: str) -> dict[str, StoredPart]:
 
 
 _ATTENTION = "blocks.*.attention"
+"""Name of the attention of every layer in our models."""
 _LLAMA = {
     "embedding.weight": StoredPart("model.embed_tokens.weight"),
     "blocks.*.attention_norm.weight": StoredPart("model.layers.*.input_layernorm.weight"),
@@ -77,6 +78,7 @@ _LLAMA = {
     "norm.weight": StoredPart("model.norm.weight"),
     "head.weight": StoredPart("lm_head.weight"),
 }
+"""Where `LlamaForCausalLM` stores each parameter of our Llama."""
 _GPT2 = {
     "embedding.weight": StoredPart("transformer.wte.weight"),
     "positions.weight": StoredPart("transformer.wpe.weight", longer=True),
@@ -92,13 +94,17 @@ _GPT2 = {
     **_norms("norm", "transformer.ln_f"),
     "head.weight": StoredPart("lm_head.weight"),
 }
+"""Where `GPT2LMHeadModel` stores each parameter of our GPT."""
 
 _ROTARY = re.compile(r".*\.rotary_emb\.inv_freq")
+"""Finds the tables of rotary frequencies that some Llama checkpoints hold."""
 _MASKS = re.compile(r".*\.attn\.(masked_)?bias")
+"""Finds the causal masks that some GPT-2 checkpoints hold for each layer."""
 FAMILIES = (
     Family("llama", "llama", "LlamaForCausalLM", "model.", _LLAMA, _ROTARY),
     Family("gpt", "gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, _MASKS),
 )
+"""The architectures whose checkpoints are read and written."""
 
 
 def family_for(architecture: str) -> Family:

@@ -29,7 +29,11 @@ TENSOR_PLAN = {
     "norm": "sequence_norm",
     "head": "vocabulary_head",
 }
+"""Role of each sub-module of a Llama under tensor + sequence parallelism, by pattern of names
+(roles: `interlace.parallel.tensor`)."""
 CONTEXT_PLAN = {"blocks.*.attention.core": "attention", "blocks.*.attention.rotary": "positions"}
+"""Role of each sub-module of a Llama under context parallelism (roles:
+`interlace.parallel.context`)."""
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:

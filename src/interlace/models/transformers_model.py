@@ -68,7 +68,7 @@ def expert_counts(folder: str) -> str:
 
 
 def _experts(values: dict[Any, Any]) -> list[str]:
-    """Also those of tables within the table."""
+    """`name = number` for every number of experts in `values` and in the tables within it."""
     found = []
     for name, value in values.items():
         if isinstance(value, dict):

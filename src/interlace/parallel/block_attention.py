@@ -31,7 +31,8 @@ class Kernel(NamedTuple):
 
 def kernel_for(q_NHSE: Tensor) -> Kernel:
     """The kernel for queries of this device, type and shape. Flash kernels need no memory for
-    scores; `PLAIN`, where the device has none for them (CUDA: float64, odd sizes), S * T of it."""
+    scores. `PLAIN` holds S * T of them; it is for what no such kernel takes (on CUDA float64 and
+    odd sizes, on other devices all)."""
     length, head_size = q_NHSE.shape[-2:]
     if q_NHSE.device.type == "cpu":
         return FLASH_CPU
@@ -39,7 +40,8 @@ def kernel_for(q_NHSE: Tensor) -> Kernel:
         half = q_NHSE.dtype in (torch.float16, torch.bfloat16)
         if half and head_size % 8 == 0 and head_size <= 256:
             return FLASH_CUDA
-        # Its log-sum-exp is padded to a multiple of 32 queries, and rows are read 16 bytes a time.
+        # This kernel pads its log-sum-exp to a multiple of 32 queries, and reads rows 16 bytes at a
+        # time.
         if q_NHSE.dtype == torch.float32 and head_size % 4 == 0 and length % 32 == 0:
             return EFFICIENT_CUDA
     return PLAIN
@@ -173,6 +175,10 @@ def _plain_backward(
 
 
 FLASH_CPU = Kernel("flash_cpu", _flash_cpu, _flash_cpu_backward)
+"""PyTorch's flash attention on a CPU."""
 FLASH_CUDA = Kernel("flash_cuda", _flash_cuda, _flash_cuda_backward, grouped=True)
+"""PyTorch's flash attention on CUDA, for float16 and bfloat16."""
 EFFICIENT_CUDA = Kernel("efficient_cuda", _efficient_cuda, _efficient_cuda_backward)
+"""PyTorch's memory-efficient attention on CUDA, for float32."""
 PLAIN = Kernel("plain", _plain, _plain_backward)
+"""Attention written out in matmuls and a softmax, for everything else."""

@@ -26,7 +26,9 @@ from interlace.parallel.ring import RingAttention
 from interlace.parallel.ulysses import UlyssesAttention
 
 METHODS = ("ulysses", "ring")
+"""Ways to attend across ranks: the values of `parallel.context_method`."""
 ROLES = ("attention", "positions")
+"""The roles that a model's `CONTEXT_PLAN` may give to a sub-module."""
 
 
 def local_positions(sequence_length: int, ranks: int, rank: int, method: str) -> Tensor:

@@ -21,6 +21,7 @@ from interlace.config import ParallelConfig
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
+"""Finds the layer that a parameter belongs to: its name up to the first number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ class DataLayout:
         return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
 
     def axes(self, bucket: Bucket) -> tuple[Axis, ...]:
-        """Over which axes the whole gradients of a bucket are summed by all-reduce; those of
-        sharded ones by reduce-scatter over `shard` before."""
+        """The axes over which all-reduce sums the gradients of a bucket. Those of a sharded bucket
+        have been summed over `shard` before, by reduce-scatter."""
         found = (self.replicate,) if bucket.sharded else (self.shard, self.replicate)
         return tuple(axis for axis in found if axis.size > 1)
 

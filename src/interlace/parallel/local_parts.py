@@ -21,6 +21,7 @@ from torch.distributed.tensor import (
 )
 
 WHOLE: tuple[Placement, ...] = (Replicate(),)
+"""Placements of a tensor that every rank of a one-dimensional mesh holds whole."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -34,9 +35,10 @@ def lay_out(
 ) -> None:
     """Make every parameter of `model` a DTensor on a one-dimensional mesh, in place.
 
-    Parameters in `shards` are cut along that dimension, the others are whole on every rank; of
-    whole ones in `partial` each rank computes a part of the gradient, and the sum counts. Every
-    rank must hold equal weights. Shared parameters stay shared, by the layout of any name.
+    Parameters in `shards` are cut along the dimension given there, the others are whole on every
+    rank. Of the whole ones in `partial` each rank computes a part of the gradient; the sum over
+    ranks is the gradient. Every rank must hold equal weights. A parameter with several names stays
+    one parameter, and is cut if any of its names is in `shards`.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

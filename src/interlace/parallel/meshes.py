@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from interlace.config import ParallelConfig
 
 REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "cp", "tp"
+"""Names of the mesh axes, from the outermost to the innermost."""
 
 
 @dataclass(frozen=True)

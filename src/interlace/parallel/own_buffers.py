@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 AxisPlace = tuple[tuple[str, int], ...]
 """(axis, this rank's number on it), for each axis over which a buffer differs."""
 _MARKS = "own_buffers"
+"""Attribute of a module in which its marks are kept, by name of the buffer."""
 
 
 def mark_own(module: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -43,13 +43,19 @@ _ROLES = {
     "rowwise_rep": "row_splits_input",
     "embedding_rowwise": "vocabulary",
 }
+"""What each style of a published plan makes of a layer. Several styles are one role under the names
+of `transformers` 4 and 5."""
 _WHOLE = frozenset({"replicated_with_grad_allreduce", "sequence_parallel", "replicate"})
+"""Styles of a published plan that leave a module whole on every rank."""
 _FINISH: Mapping[str, Callable[[Tensor, DeviceMesh], Tensor] | None] = {
     "column": None,
     "column_gathered": gather_features,
     "head": split_features_of,
 }
+"""What each role of a column layer does with this rank's slice of its output; None: nothing."""
 _PROBE_TOKENS = 8
+"""Length of the sequence with which one forward is watched; a choice: any few tokens pass through
+every layer, and eight cost nothing."""
 
 
 def apply_published_plan(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -38,7 +38,7 @@ class RingAttention(nn.Module):
     early: Tensor
     """[n - 1], per step: whether the keys come from a lower rank."""
     foreign: Tensor
-    """[n - 1, 2], per step: whether the pair at place 0 or 1 is not of that query half."""
+    """[n - 1, 2], per step: whether the pair at place p is of another query half than p."""
     query_halves: Tensor
     """[n - 1, 2], per step: the query half of each pair."""
     key_halves: Tensor

@@ -17,9 +17,12 @@ from torch.overrides import TorchFunctionMode
 from interlace.errors import InputError
 
 COLUMNS = frozenset({"column", "column_gathered", "head"})
+"""Roles of linear layers whose output features are split over ranks."""
 ROWS = frozenset({"row", "row_splits_input"})
+"""Roles of linear layers whose input features are split over ranks."""
 SPLIT, WHOLE = "split", "whole"
-"""States of a learned value; the names of parameters stand for a function of these alone."""
+"""States of a value: split over ranks, or whole and made from tokens. A set of names of parameters,
+as a state, means that the value is a function of these parameters alone."""
 SplitState = str | frozenset[str] | None
 
 

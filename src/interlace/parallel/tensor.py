@@ -44,7 +44,8 @@ from interlace.parallel.tensor_layers import (
 )
 
 BUNDLED_BYTES = 1 << 20
-"""Gradients up to this size are summed together: their latency costs more than a copy."""
+"""Gradients of up to this many bytes are summed together, since the latency of an all-reduce for
+each would cost more than a copy; the size is a choice."""
 
 _OWN_LAYERS = ("vocabulary_embedding", "sequence_positions", "key_value")
 """Roles that take layers of ours; for the others PyTorch has a style."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor import (
 from interlace.parallel.own_buffers import copy_marks, mark_own
 
 SEQUENCE_DIM = 0
+"""Dimension of an activation along which the sequence lies, as in [S, B, D]."""
 
 
 def _distribute(weight: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

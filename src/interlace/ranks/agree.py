@@ -23,13 +23,22 @@ from interlace.errors import InterlaceError, PeerError
 from interlace.ranks.small_collectives import alone, gather_bytes
 
 SAME_START = "start all ranks with the same files, versions and environment"
+"""Hint where what ranks compare at the start differs."""
 _SHOWN_CHARACTERS = 200
+"""Characters up to which a message shows a compared text or list of names; a choice: about two
+lines of a terminal."""
 _MOST_TEXT_BYTES = 512
+"""Bytes to which a rank's error message is cut for the others; a choice that keeps the gathered
+records of a fixed, small size."""
 _HALF = 16
+"""Bytes of SHA-256 that are compared, half of them: a choice, 128 bits are enough to tell contents
+apart, and less travels."""
 _AT_ONCE = 256
-"""Contents whose digests are gathered together in search of one that differs: 12 KiB per rank."""
+"""Contents whose digests are gathered together in search of one that differs; a choice: 12 KiB per
+rank."""
 _FLAG_PREFIXES = ("TORCH_", "NCCL_", "GLOO_")
-# Different on every host, or without an effect on what is computed.
+"""Beginnings of the environment variables that must be equal on all ranks."""
+# Parts of names of variables that differ from host to host, or do not change what is computed.
 _LOCAL_WORDS = (
     "IFNAME", "ADDR", "HCA", "HOSTID", "COMM_ID", "FILE", "DIR", "PATH", "HOME", "DEBUG", "LOGS",
     "PORT", "CPP_LOG", "SHOW_CPP",
@@ -66,8 +75,9 @@ class Odd:
 def odd_ones(
     values: Mapping[int, Hashable], *, parts: Mapping[int, Hashable] | None = None
 ) -> Odd | None:
-    """The ranks whose value is not the one that most have, of those that hold the same part if
-    `parts` says who holds which; None if there are none. A tie goes to the lowest rank."""
+    """The ranks whose value differs from that of most ranks; if `parts` says which part each rank
+    holds, from that of most ranks with the same part. None if there are none. A tie goes to the
+    lowest rank."""
     ranks = sorted(values)
     part_of = {rank: parts[rank] if parts else None for rank in ranks}
     counts: dict[Hashable, Counter[Hashable]] = {}
@@ -131,7 +141,7 @@ def check_contents(
 
 @contextmanager
 def refused_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Around what each rank does by itself, without collectives: where one of them raises, all do.
+    """A context around what each rank does by itself, without collectives: if one raises, all do.
 
     Otherwise the others would wait for it in their next collective. Collective at its end. A rank
     that raised nothing itself raises PeerError with the message of the first that did.
@@ -265,6 +275,6 @@ def _list_at(own: list[Content], place: int) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """A world may have thousands: the first eight."""
+    """The first eight of these ranks, as text: a world may have thousands."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return ", ".join(map(str, ranks[:8])) + more

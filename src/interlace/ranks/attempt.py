@@ -28,25 +28,36 @@ from interlace.ranks.ending import bounded
 from interlace.ranks.launched import launcher_hosts_store
 
 MEET_WITHIN_S = 120.0
-"""From the first rank to the last: hosts may take long to load torch from a shared disk."""
+"""Seconds in which all ranks must come; a choice: hosts may take long to load torch from a shared
+disk."""
 PORT_FREE_WITHIN_S = 30.0
-"""For the end of an earlier attempt's rank 0, whose store holds the port: torchrun's own grace."""
+"""Seconds for an earlier attempt's rank 0 to end, whose store holds the port: torchrun's own
+grace."""
 
 _STORE_TIMEOUT_S = 60.0
 """Seconds for one question to the store that the ranks of an attempt share; a choice."""
-_POLL_S = (0.01, 0.25)  # first and longest pause between two looks at the store
+_POLL_S = (0.01, 0.25)
+"""First and longest pause, in seconds, between two looks at the store; a choice."""
 _RETRY_S = (0.25, 4.0)
-_HEAR_S = 1.0  # for the others to hear from rank 0 who is missing
+"""First and longest pause, in seconds, before the store is tried again; a choice."""
+_HEAR_S = 1.0
+"""Seconds for the others to hear from rank 0 who is missing; a choice, four of their pauses."""
 _EPOCH = "interlace/epoch"
+"""Key of the store that counts the attempts."""
 _ABSENT_HINT = "see its output: it has ended, is paused or still loads; watchdog.start_s bounds it"
+"""Hint where a rank did not come to the meeting."""
 
-_SLACK_S = 10.0  # for the meeting's own time limits, which tell more
+_SLACK_S = 10.0
+"""Seconds by which `meeting_bound` is later than the meeting's own time limits, whose messages tell
+more; a choice."""
 _WORDS = "interlace/launcher"
+"""Prefix of the keys by which ranks tell the launcher that they joined or left."""
 
 
 @contextmanager
 def meeting_bound(within_s: float) -> Iterator[None]:
-    """Ends this process with 44 where meeting the other ranks hangs for longer."""
+    """Ends this process with exit code 44 if meeting the other ranks hangs for longer than
+    `within_s`."""
     host = "the launcher" if launcher_hosts_store(os.environ) else "rank 0"
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     message = (

@@ -13,12 +13,16 @@ import torch.distributed as dist
 from interlace.errors import InputError
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+"""Environment variable that sets the workspaces of cuBLAS."""
 CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
 """The values with which cuBLAS gives the same bits on every stream."""
 NCCL_VARIABLE = "NCCL_ALGO"
+"""Environment variable that says which algorithms NCCL may use."""
 NCCL_DETERMINISTIC = "^NVLS,NVLSTree"
-"""All algorithms but those in which the switch adds, in the order in which the data arrive."""
+"""Value of NCCL_ALGO that leaves out the algorithms in which the switch adds: it does so in the
+order in which data arrive."""
 _ADDING = ("allreduce", "reducescatter")
+"""Collectives that add, by their names in NCCL_ALGO."""
 
 
 def check_current(device: torch.device) -> None:

@@ -23,11 +23,13 @@ from interlace.ranks.determinism import (
 from interlace.ranks.small_collectives import gather_bytes
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""Of a process group, by device type. On CUDA the small agreements between ranks stay on the CPU,
-where they need no GPU to be set up and make no rank wait for its own."""
+"""Backends of a process group, by device type. On CUDA the small agreements between ranks stay on
+the CPU, where they need no GPU to be set up and make no rank wait for its own."""
 NCCL_TIMEOUT = timedelta(minutes=10)
-"""torch's own for a group of NCCL alone; one that has gloo too would wait for 30 minutes."""
+"""Time limit of a collective: torch's own for a group of NCCL alone. A group that has gloo too
+would wait for 30 minutes."""
 _UUID_BYTES = 64
+"""Bytes to which the id of a GPU is padded for gathering; a choice, longer than a UUID in text."""
 
 
 def device_type() -> str:

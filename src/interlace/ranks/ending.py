@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PEER_EXIT_CODE = 43
-"""Another rank is at fault, and the main thread was blocked."""
+"""Exit code of a rank whose main thread was blocked because of another rank; a choice, as the two
+below, that no shell and no signal uses."""
 START_EXIT_CODE = 44
-"""The ranks did not meet in time, and the main thread was blocked."""
+"""Exit code of a rank whose main thread was blocked while the ranks did not meet in time."""
 STORE_EXIT_CODE = 45
-"""The store cannot be reached, and the main thread was blocked."""
+"""Exit code of a rank whose main thread was blocked when the store could not be reached."""
 
 LAST_WORDS_S = 0.5
 """Seconds that the message of a process has to be written before it ends; a choice."""
@@ -43,14 +44,15 @@ def end_without_shutdown() -> None:
 
 
 class RankTask:
-    """What a rank is at, for how long it may be, and for how long it was seen to be."""
+    """What a rank is doing, how long it may take, and for how long it was seen doing it."""
 
     def __init__(self, what: str, within_s: float) -> None:
         self.what, self.within_s = what, within_s
         self._spent_s, self._last_look = 0.0, time.monotonic()
 
     def is_late(self, most_s: float) -> bool:
-        """Counts at most `most_s` since the last look: not a pause of this process."""
+        """Whether it takes too long. At most `most_s` count since the last look, so that a pause of
+        this process does not."""
         now = time.monotonic()
         self._spent_s += min(now - self._last_look, most_s)
         self._last_look = now

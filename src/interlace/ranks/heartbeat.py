@@ -19,14 +19,23 @@ from interlace.ranks.identity import ProcessIdentity, ProcessView
 from interlace.ranks.silence import Limits, Silence
 
 _STOPPED = b"stopped"
+"""What `beat/R` holds after a normal end."""
 UNDECIDED = "-"
+"""What `verdict` holds while nothing is decided."""
 _SEEN_POLL_S = 0.05
-_START_SLACK_S = 1.0  # rank 0 is the first to say who is missing, and the others read it
+"""Seconds between two looks at how many ranks have read the verdict; a choice."""
+_START_SLACK_S = 1.0
+"""Seconds by which the others accuse later than rank 0, so that it is the first to say who is
+missing and they read it; a choice."""
 _MOST_NAMED = 8
+"""Missing ranks that a message names one by one; a choice."""
 _MEET_S = 0.05
+"""Seconds between rounds while ranks join; a choice: they mostly do at the same time."""
 _HURRY_TO_MEET_S = 2.0
+"""Seconds for which rounds are that short, before they are heartbeats; a choice."""
 
 DIED_HINT = "it was killed or crashed: see the end of its output, and dmesg (out of memory)"
+"""Hint where the process of a rank has ended."""
 
 
 class Leavers:

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Self
 
 _STAT_BYTES = 4096
+"""Most bytes read of /proc/PID/stat; a choice: its line of some 50 numbers is far shorter."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+"""Clock ticks per second in /proc, as the system says; 100 where it does not say."""
 _GONE = (errno.ENOENT, errno.ESRCH)
+"""Error numbers that mean that the process is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,7 @@ class Sight:
 
 
 _ENDED = Sight("X", 0.0)
+"""How a process that is gone is seen: state X is `dead` in `man proc_pid_stat`."""
 
 
 class ProcessView:

@@ -35,19 +35,24 @@ from interlace.ranks.launched import CORES, LAUNCHER_PID
 from interlace.ranks.supervise import PAUSED_HINT, Fault, Supervisor
 
 FAILED_GRACE_S = 3
-"""Time for the other ranks to end after one failed, then SIGKILL."""
+"""Seconds for the other ranks to end after one failed, then SIGKILL; a choice
+(docs/decisions/0005)."""
 STOP_GRACE_S = 12
-"""Time for all ranks to end after SIGINT or SIGTERM, then SIGKILL. A rank ends itself 10 s after
-the signal if its step has not ended by then (`signals.StopFlag`)."""
+"""Seconds for all ranks to end after SIGINT or SIGTERM, then SIGKILL; a choice. A rank ends itself
+10 s after the signal if its step has not ended by then (`signals.StopFlag`)."""
 
 _POLL_S = 0.05
+"""Seconds between two looks at the ranks; a choice."""
 _CAUSE_S = 1.0
 """Seconds in which the rank at fault may still end after those that noticed it; a choice."""
 _VICTIMS = {PEER_EXIT_CODE, START_EXIT_CODE, STORE_EXIT_CODE}
+"""Exit codes of ranks that ended because of another one."""
 _BAD_INPUT = 2
 """Exit code of a rank that was given something wrong (`errors.InputError`)."""
 _SEE_ABOVE = "its own message is above"
+"""Hint where a rank ended with an exit code: it printed why."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a run."""
 
 
 class Stopped(RunError):

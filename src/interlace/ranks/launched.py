@@ -12,10 +12,14 @@ from collections.abc import Mapping, MutableMapping
 from interlace.errors import InputError
 
 CORES = "INTERLACE_CORES"
+"""Environment variable with the cores of a rank, separated by commas."""
 LAUNCHER_PID = "INTERLACE_LAUNCHER_PID"
+"""Environment variable with the pid of the process that started the rank."""
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+"""Option of prctl: the signal that a process gets when its parent ends (linux/prctl.h)."""
 _SLURM_NAMES = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK"}
+"""Names that torch reads, by SLURM's names for the same."""
 
 
 def adopt_job(environment: MutableMapping[str, str]) -> int | None:

@@ -29,13 +29,20 @@ from interlace.ranks.agree import Content
 from interlace.ranks.small_collectives import alone
 
 DIGEST_BYTES = 16
+"""Bytes of the hash over a tensor's dtype, shape and sum of words; a choice, as many as `agree`
+compares."""
 WORD_BYTES = 8
-# Pieces that stay in a core's cache, and that fill a GPU (three of 128 MiB are held at a time).
+"""Bytes of an int64, the words that are summed."""
+# Words of a piece, a choice: 512 KiB that stay in a core's cache, and 128 MiB that fill a GPU
+# (three of these are held at a time).
 CPU_WORDS, DEVICE_WORDS = 1 << 16, 1 << 24
 # Odd, so that multiplying by them is one to one: from splitmix64 (Steele, Lea, Flood, 2014).
 _PLACE, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 _SHIFT = 29
-_NO_SIGN = (1 << (64 - _SHIFT)) - 1  # torch shifts the sign in
+"""Bits by which a word is shifted while it is mixed; a choice, near half of the 64, so that high
+bits reach the low ones."""
+_NO_SIGN = (1 << (64 - _SHIFT)) - 1
+"""Mask of the bits that a shift leaves: torch fills the others with the sign."""
 
 
 @torch.no_grad()

@@ -18,8 +18,12 @@ import torch.distributed as dist
 from interlace.ranks.small_collectives import largest
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_SAME_REQUEST_S = 0.5  # a terminal and a launcher may both deliver one Ctrl-C
-_CLOSE = 0  # no signal has this number
+"""Signals that ask a run to stop."""
+_SAME_REQUEST_S = 0.5
+"""Seconds in which a second signal counts as the first one: a terminal and a launcher may both
+deliver one Ctrl-C. A choice."""
+_CLOSE = 0
+"""Byte that ends the helper thread: no signal has this number."""
 
 
 class StopFlag:

@@ -10,8 +10,9 @@ from interlace.errors import InputError
 from interlace.ranks.identity import ProcessView, Sight
 
 _WORKS = 0.05
-"""Share of one processor that counts as work. A thread that waits for the interpreter lock wakes
-200 times a second, which takes 0.002 of one; processor time is counted in steps of 0.01 s."""
+"""Share of one processor that counts as work; a choice. A thread that waits for the interpreter
+lock wakes 200 times a second, which takes 0.002 of one; processor time is counted in steps of 0.01
+s."""
 _WINDOW_S = 0.4
 """Seconds over which the processor time of a silent rank is compared; a choice."""
 _LOOK_AGAIN_S = 0.2
@@ -81,7 +82,7 @@ class Silence:
         return True
 
     def left_s(self) -> float:
-        """The soonest in which it can be over."""
+        """Seconds until the process can count as dead at the earliest."""
         return min(self._dead_after_s - self.idle_s, self._busy_s - self.silent_s)
 
     def text(self) -> tuple[str, str]:

@@ -21,7 +21,7 @@ def largest(
     smallest: Collection[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, int]:
-    """Per name the largest value of any rank, of the names in `smallest` the smallest one.
+    """Per name the largest value of any rank; for the names in `smallest` the smallest one.
 
     Collective, on the default group if none is given; every rank must have the same names.
     """
@@ -76,13 +76,14 @@ def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-# Plans of a model with 100,000 tensors are 20 MB.
 MOST_BYTES = 1 << 28
+"""Most bytes that a rank may send as JSON; a choice, far above the 20 MB of plans of a model with
+100,000 tensors."""
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """The bytes of all ranks, of which each has equally many, by rank within the group. Collective.
-    What one rank tells another is never run."""
+    Nothing that a rank gets from another is run as code."""
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(collective_device(group))
     gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, sent, group=group)

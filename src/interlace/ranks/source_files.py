@@ -17,8 +17,10 @@ import interlace
 from interlace.own_code import file_of
 from interlace.ranks.agree import Content
 
-_KINDS = ("*.py", "*.toml")  # code, and the presets that it reads
+_KINDS = ("*.py", "*.toml")
+"""Patterns of the files that are compared: code, and the presets that it reads."""
 _BY_VERSION = ("torch", "builtins")
+"""Packages that are compared by their version, not file by file."""
 
 
 def package_contents(root: Path | None = None) -> list[Content]:

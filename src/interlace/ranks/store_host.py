@@ -7,7 +7,8 @@ from interlace.ranks.identity import ProcessIdentity, ProcessView
 from interlace.ranks.launched import launcher_hosts_store
 from interlace.ranks.silence import Limits, Silence
 
-_SLACK_S = 0.5  # the store may be silent this much longer than a rank
+_SLACK_S = 0.5
+"""Seconds by which the store may be silent for longer than a rank; a choice."""
 
 
 class StoreHost:

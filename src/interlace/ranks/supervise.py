@@ -13,11 +13,18 @@ from interlace.ranks.identity import ProcessView, Sight
 from interlace.ranks.silence import Silence
 
 PAUSED_HINT = "a debugger, a full terminal or the batch system pauses processes"
+"""Hint where a rank is paused."""
 _LOOK_S = 0.1
+"""Seconds between two looks at the ranks; a choice."""
 _MOST_PER_LOOK_S = 0.3
-_ASK_S = 0.5  # a question to the store takes ten times as long as a look into /proc
+"""Most seconds that count between two looks: if there were more, the launcher itself was paused. A
+choice, three looks."""
+_ASK_S = 0.5
+"""Seconds between two questions to the store; a choice: a question takes ten times as long as a
+look into /proc."""
 _RANKS_FIRST_HEARTBEATS = 2
-"""Later than the ranks, which name a paused one themselves where they can."""
+"""Heartbeats by which the launcher accuses a paused rank later than the ranks do, which name it
+themselves where they can; a choice."""
 
 
 @dataclass(frozen=True, slots=True)

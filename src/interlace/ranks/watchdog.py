@@ -33,12 +33,17 @@ from interlace.ranks.identity import ProcessIdentity
 from interlace.ranks.silence import Limits
 from interlace.ranks.store_host import StoreHost
 
-_GRACE_S = 0.25  # for the main thread to notice by itself before the process is ended
-_END_WITHIN_S = 1.5  # from the main thread's error to the end of the process
+_GRACE_S = 0.25
+"""Seconds for the main thread to notice by itself before the process is ended; a choice."""
+_END_WITHIN_S = 1.5
+"""Seconds from the main thread's error to the end of the process; a choice."""
 _TICK_S = 0.1
+"""Seconds between two looks of a thread at the others; a choice."""
 _HURRY_S = 0.1
+"""Seconds between rounds while the main thread waits to leave; a choice."""
 
 _COMMUNICATION = ("gloo", "nccl", "c10d", "connection", "broken pipe", "timed out", "socket")
+"""Words, in lower case, by which errors of a communication library are told."""
 
 
 def from_communication(error: BaseException) -> bool:
@@ -56,7 +61,7 @@ def from_communication(error: BaseException) -> bool:
 
 
 class Watchdog:
-    """No hang, ever: a context manager around training, entered by all ranks.
+    """A context manager around training, entered by all ranks, under which no rank hangs for ever.
 
     Enter it as soon as there is a store, before `init_process_group`, which can hang as well;
     leave it after `destroy_process_group`. All ranks enter as many, in the same order; the store
@@ -194,7 +199,8 @@ class Watchdog:
 
     @contextmanager
     def bounded(self, what: str, within_s: float) -> Iterator[None]:
-        """Ends the run when this rank takes longer than `within_s` for `what` it does inside."""
+        """Ends the run when this rank takes longer than `within_s` for what is inside, which the
+        message calls `what`."""
         self._task = RankTask(what, within_s)
         try:
             yield

@@ -14,8 +14,9 @@ from interlace.report.theme import Theme
 from interlace.text import number
 
 _WIDTH_IN = 11.0
+"""Width of a chart in inches; a choice that sets how large its text looks on the page."""
 _BAR = 0.30
-"""Height of a bar; two bars and a gap make one unit."""
+"""Height of a bar, a choice; two bars and a gap make one unit."""
 
 
 def loss_svg(

@@ -8,8 +8,11 @@ from interlace.ir.noise import noise_of, relative_spread
 from interlace.text import aligned, milliseconds, number
 
 FIT_HEADER = ("collective", "lane", "latency us", "MB/s", "1 MiB in ms", "largest error")
+"""Columns of `fit_rows`."""
 TOGETHER_HEADER = ("together", "first ms", "second ms", "both ms", "OEF")
+"""Columns of `together_rows`."""
 OPERATOR_HEADER = ("operator and shapes", "kind", "lane", "ms", "spread ms")
+"""Columns of `operator_rows`."""
 
 
 def dashed(kind: str) -> str:

@@ -14,8 +14,11 @@ from interlace.report.tables import MODE_NAMES
 from interlace.text import bits_per_token, milliseconds, number, percent
 
 _LONGEST_WAITS = 10
+"""Rows of `longest_waits`; a choice."""
 _PLAN_LINES = 80
+"""Lines of a plan that the report shows; a choice that keeps the page short."""
 _PER_BYTE, _PER_TOKEN = "bits per byte", "bits per token"
+"""Units of a loss, where the bytes of the text are known and where they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ def points(record: RunRecord, event: str) -> list[tuple[int, float]]:
 
 
 WAIT_HEADER = ("operator", "strand", "micro-batches", "waits", "exposed ms", "longest ms")
+"""Columns of `longest_waits`."""
 
 
 def longest_waits(timeline: Timeline) -> list[tuple[str, ...]]:
@@ -173,6 +177,7 @@ RANK_HEADER = (
     "exposed ms",
     "hidden",
 )
+"""Columns of `rank_rows`."""
 
 
 def issuing_ns(timeline: Timeline) -> int:

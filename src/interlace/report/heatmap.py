@@ -14,15 +14,20 @@ from interlace.report.cost_tables import oef_grid
 from interlace.report.theme import LIGHT, Theme
 
 _DPI = 200
+"""Dots per inch of the picture; a choice, so that text stays sharp when magnified."""
 _CELL_IN = (1.9, 0.62)
+"""Width and height of a cell in inches; a choice: a number and the line below it fit."""
 _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 1.5, 1.5, 1.25, 0.35
+"""Margins around the cells in inches, for labels, colour scale and title; a choice."""
 _SUBTITLE_IN = 8.4
+"""Least width of the picture in inches: the subtitle needs it."""
 _LOW, _HIGH = "#cf4a3c", "#2f6fd0"
-"""Nothing hidden, all hidden."""
+"""Colours of a pair of which nothing is hidden, and of one of which all is."""
 _SUBTITLE = (
     "1: the shorter of the two is free; 0: no gain over one after the other.  "
     "Small: slow-down of compute / transfer"
 )
+"""What the numbers in a cell mean."""
 
 
 def oef_png(table: CostTable, *, theme: Theme = LIGHT) -> bytes:

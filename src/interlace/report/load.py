@@ -18,6 +18,7 @@ from interlace.report.tables import ordered_modes
 from interlace.run_files import read_metrics
 
 _DAMAGED = "the file was changed or damaged after the run; repeat the run, or remove the file"
+"""Hint where a file of a run cannot be read or does not hold what it should."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,20 @@ from interlace.report.theme import ALL_FAMILIES, Theme, family, tone
 from interlace.text import milliseconds, percent
 
 PLOT_IN = 12.5
-"""Width of the time axis in inches."""
+"""Width of the time axis in inches; a choice."""
 COLUMNS_PER_IN = 200
+"""Columns of pixels per inch; a choice: the picture has twice the pixels of the width at which it
+is meant to be read."""
 _RIBBON, _COMPUTE, _EXPOSED, _LINK = "ribbon", "compute", "exposed", "link"
+"""What a row of a panel can be."""
 _HEIGHT_IN = {_RIBBON: 0.19, _COMPUTE: 0.50, _EXPOSED: 0.13, _LINK: 0.28}
+"""Height of each kind of row in inches; a choice."""
 _SPACE_IN = 0.04
+"""Space between two rows in inches; a choice."""
 _CHARACTER_IN = 0.078
-"""Width of one character at the size of the labels inside rectangles."""
+"""Width in inches, about, of one character of the labels inside rectangles."""
 _MS = 1e6
+"""Nanoseconds of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)

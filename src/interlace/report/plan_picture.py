@@ -28,27 +28,40 @@ from interlace.report.theme import FAMILIES, LIGHT, Theme
 from interlace.text import milliseconds, percent
 
 DOTS_PER_IN = 200
+"""Dots per inch of the picture; a choice, so that text stays sharp when magnified."""
 WIDTH_IN = 14.0
+"""Width of the picture in inches; a choice, that of `plots`."""
 _LEFT_IN, _RIGHT_IN = 1.25, 0.25
+"""Margins in inches: names of lanes are on the left. A choice."""
 _PLOT_IN = WIDTH_IN - _LEFT_IN - _RIGHT_IN
+"""Width of the time axis in inches."""
 _TITLE_IN, _HEADER_IN, _AXIS_IN, _GAP_IN, _LEGEND_IN = 0.95, 0.34, 0.55, 0.14, 0.60
+"""Heights in inches of the title, of the line above a panel, of the time axis, between panels and
+of the legend; a choice."""
 _LANE_IN, _STRIP_IN, _SPACE_IN = 0.46, 0.13, 0.04
+"""Heights in inches of a lane, of the strip of waits, and of the space between them; a choice."""
 _CHARACTER_IN = 0.074
+"""Width in inches of one character of a label, about."""
 _SHOWN = 250
-"""So many operators of a deep model's phase are drawn, or a few more: about 10 px each."""
+"""How many operators of a deep model's phase are drawn, or a few more; a choice: about 10 px
+each."""
 _MS = 1e6
+"""Nanoseconds of a millisecond."""
 
 _HUES = {
     "forward": "#2f6fd0",
     "next": "#1c3f7d",
     "backward": "#d9691e",
 }
+"""Colour of each strand's operators."""
 _STRANDS = {
     "forward": "forward",
     "next": "forward of the micro-batch after",
     "backward": "backward",
 }
+"""What the legend calls each strand."""
 _NO_STRAND = "#64748b"
+"""Colour of operators that belong to none of these strands."""
 _SHORT = {
     Kind.MATMUL: "mm",
     Kind.ATTENTION: "attn",
@@ -58,9 +71,12 @@ _SHORT = {
     Kind.ALL_TO_ALL: "A2A",
     Kind.SEND: "send",
 }
+"""Short names of kinds of operators, for rectangles that the long ones do not fit."""
 _BIG = (Kind.MATMUL, Kind.ATTENTION)
+"""Kinds of compute that are drawn in a strand's full colour."""
 _TINT = 0.55
-"""How far towards white operators are drawn that are neither matmul nor attention."""
+"""How far towards white (0 to 1) operators are drawn that are neither matmul nor attention; a
+choice."""
 
 
 def plan_png(comparison: Comparison, *, subtitle: str, theme: Theme = LIGHT) -> bytes:

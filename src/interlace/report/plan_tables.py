@@ -12,6 +12,7 @@ from interlace.report.plan_figures import Comparison, Figures, PlanFigures
 from interlace.text import aligned, milliseconds, number, percent, size
 
 _HEADER = ("predicted ms", "exposed ms", "hidden", "over bound", "peak memory")
+"""Columns of predictions, as `_cells` fills them."""
 
 
 def plan_summary(comparison: Comparison) -> str:
@@ -34,7 +35,7 @@ def plan_summary(comparison: Comparison) -> str:
 
 
 def step_table(comparison: Comparison) -> str:
-    """A row per search, after that of one strand, which extra memory and speed-up are against."""
+    """A row per search, below that of one strand, to which extra memory and speed-up compare."""
     rows = [("one strand", *_cells(comparison.one_strand.step), "", "")]
     for name, figures in comparison.searches.items():
         extra = _signed_percent(comparison.extra_memory(name))
@@ -97,7 +98,7 @@ def _marked(name: str, comparison: Comparison) -> str:
 VERSION = 2
 """Version of the document; it goes up when keys change their meaning."""
 _LONGEST = 10
-"""Waits that are listed for each phase, the longest first."""
+"""Waits that are listed for each phase, the longest first; a choice."""
 
 
 def plan_json(comparison: Comparison, *, costs: Mapping[str, Any], run: Mapping[str, Any]) -> str:

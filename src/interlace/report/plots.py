@@ -30,13 +30,20 @@ from interlace.report.theme import LIGHT, Theme, tone
 from interlace.run_files import write_whole
 
 _LEFT_IN, _RIGHT_IN, _MARGIN_IN = 1.25, 0.25, 0.25
+"""Margins in inches: left of the time axis, right of it, and left of titles; a choice."""
 _WIDTH_IN = _LEFT_IN + PLOT_IN + _RIGHT_IN
+"""Width of the picture in inches."""
 WIDTH_PX = int(_WIDTH_IN * COLUMNS_PER_IN)
 """2800, twice the width at which the picture is meant to be read."""
 _HEADER_IN, _AXIS_IN, _GAP_IN = 0.34, 0.50, 0.12
+"""Heights in inches of the line above a panel, of a time axis, and between panels; a choice."""
 _TITLE_IN, _GROUP_IN, _LEGEND_IN = 0.82, 0.36, 0.84
+"""Heights in inches of the title, of a group's name and of the legend; a choice."""
 _MIN_ZOOMED_MICRO_BATCHES = 3
+"""Micro-batches from which on a part of a step is magnified: with fewer, the whole step is close
+enough."""
 _LEGEND_COLUMNS = 5
+"""Columns of the legend, at most; a choice that keeps them within the width."""
 
 
 def plan_timeline_png(

@@ -17,6 +17,7 @@ from interlace.ir.timeline import Span
 
 G = TypeVar("G", bound=Hashable)
 _TINY = 1e-9
+"""Parts of a column below this count as nothing: rounding errors of sums of fractions. A choice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,11 @@ MODE_NAMES = {
 }
 """What people read for each way of running a step."""
 MODE_ORDER = ("eager", "plain-1", "decomposed-1", "1", "plain-2", "decomposed-2", "2")
+"""Ways of running, from what a user has today to what interlace does."""
 
 
 COMPARISON_HEADER = ("way of running", "step ms", "min to max", "CPU ms", "exposed ms", "hidden")
+"""Columns of `comparison_rows`."""
 COLLECTIVE_HEADER = (
     "collective",
     "lane",
@@ -34,6 +36,7 @@ COLLECTIVE_HEADER = (
     "exposed ms",
     "hidden",
 )
+"""Columns of `collective_cells`."""
 
 
 def collective_cells(timeline: Timeline) -> list[tuple[str, ...]]:

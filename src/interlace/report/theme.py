@@ -27,6 +27,7 @@ FAMILIES = {
 ISSUE = "issuing a collective"
 """A collective on the compute lane: the time that the rank spends to start it."""
 ALL_FAMILIES = (*dict.fromkeys(FAMILIES.values()), ISSUE)
+"""Everything that the legend can name, in its order."""
 
 _HUES = {
     "matmul": "#2f6fd0",
@@ -40,8 +41,12 @@ _HUES = {
     "broadcast": "#b8a11a",
     ISSUE: "#64748b",
 }
+"""Colour of each family, before its tone tells the strand."""
 _FORWARD_TINT = 0.45
+"""How far towards white (0 to 1) the forward strand is drawn; a choice, to be told from
+backward."""
 _BACKWARD_SHADE = 0.12
+"""How far towards black (0 to 1) the backward strand is drawn; a choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,7 @@ LIGHT = Theme(
     train="#2f6fd0",
     held_out="#e0641e",
 )
+"""Colours on a white page."""
 DARK = Theme(
     background="#14181e",
     text="#e4e8ed",
@@ -86,6 +92,7 @@ DARK = Theme(
     train="#6ea3f5",
     held_out="#f59a5c",
 )
+"""Colours on a dark page."""
 
 
 def family(span: Span) -> str:

@@ -44,6 +44,7 @@ _HOMES = {
     "Settings": "settings",
     "reshard": "reshard_plan",
 }
+"""The module of each public name."""
 
 
 def __getattr__(name: str) -> Any:

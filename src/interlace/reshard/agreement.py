@@ -47,11 +47,16 @@ ASSUMED = Topology(
     intra_host_bytes_per_s=100e9,
     latency_ns=20_000,
 )
-"""100 Gbit/s and NVLink-like rates: where nothing is given or measured, only their ratio counts."""
+"""Rates like those of 100 Gbit/s and of NVLink; where nothing is given or measured, only their
+ratio counts."""
 
 _INTRA, _INTER = "intra", "inter"
+"""Names of the two rates that are measured: within a host, and between two hosts."""
 _PROBE_BYTES = 8 << 20
+"""Bytes of a transfer by which a rate is measured; a choice, large beside what its latency
+costs."""
 _PROBES = 4
+"""Transfers of which the fastest counts; a choice: anything else on the link only slows them."""
 
 
 def host_name() -> str:
@@ -113,6 +118,7 @@ def _probe(pair: tuple[int, int], rank: int, wire: Wire, device: torch.device) -
 
 
 _SHOWN_CHARACTERS = 300
+"""Characters to which a message cuts what a rank wants to move; a choice."""
 TransferClaim = dict[str, object]
 
 
@@ -132,11 +138,12 @@ class Agreement:
     wire: Wire
     roll: Roll
     watch_store: dist.Store
-    """With `watch` on a connection for heartbeats alone: the main thread may block in its own."""
+    """With `watch` a connection for heartbeats alone, since the main thread may block in its
+    own."""
     world: World
 
     def turns(self) -> dict[int, int]:
-        """How many transfers this rank has begun with each rank of this one, which is counted.
+        """Counts this transfer; how many this rank has begun by now with each rank of it.
 
         Empty with gloo, where tags tell the messages of two plans apart.
         """

@@ -22,9 +22,9 @@ from interlace.reshard.program import Operation, Program
 from interlace.reshard.wire import Buffers, Wire
 
 _LOOK_AHEAD = 64
-"""Operations among which receives are posted ahead, one of each peer. If all of them were, all
-chunks would be under way at once and arrive together at the end, where their forwards have nothing
-to run beside: moves took 1.2 times as long."""
+"""Operations among which receives are posted ahead, one of each peer; a choice. If all receives
+were, all chunks would be under way at once and arrive together at the end, where their forwards
+have nothing to run beside: moves took 1.2 times as long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,8 @@ class Handle:
         use. Called again, returns or raises the same.
 
         With gloo, transfers of plans that were made before are finished first: if one rank waited
-        for the one and another for the other, each would wait for what the other has to forward.
+        for one of two transfers and another rank for the other one, each would wait for what the
+        other has to forward.
         """
         self._check()
         if self._result is None:
@@ -149,7 +150,8 @@ class Handle:
     def _finish(self, *, ahead_of_turn: bool = False) -> None:
         """Waits for all messages, and ends the transfer.
 
-        The process that hosts the store ends it in its turn only: it stays until all others have.
+        The process that hosts the store ends a transfer in its turn only, since it stays until all
+        other ranks have ended theirs.
         """
         self._check()
         if self._result is not None:

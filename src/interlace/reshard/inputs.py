@@ -27,6 +27,7 @@ PlacementsOf = Placements | Mapping[str, Placements] | Callable[[str], Placement
 """The same for all tensors, by name, or a function of the name."""
 
 _SHOWN_CHARACTERS = 300
+"""Characters up to which a message lists the tensors of a rank; a choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,8 +80,9 @@ class SourceTensor:
         """Its placements once partial sums are reduced.
 
         A partial axis becomes a cut of the first dimension that no other axis cuts and that it
-        divides (a reduce-scatter moves half the bytes of an all-reduce), or else replicas; also
-        where ranks do not ascend: DTensor then scatters in the order of its sorted group.
+        divides (a reduce-scatter moves half the bytes of an all-reduce), or else replicas. It also
+        becomes replicas where ranks do not ascend: DTensor scatters in the order of its sorted
+        group.
         """
         placements = list(self.placements)
         taken = {int(found[2]) for text in placements if (found := SHARD.fullmatch(text))}
@@ -154,7 +155,7 @@ def placement_texts(
 
 
 def placement_of(text: str) -> Placement:
-    """The public placement of a text without partial or strided ones."""
+    """The public placement that a text means, which is neither a partial nor a strided one."""
     found = SHARD.fullmatch(text)
     return Shard(int(found[2])) if found else Replicate()
 

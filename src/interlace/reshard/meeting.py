@@ -19,11 +19,16 @@ from interlace.ranks.agree import listed, odd_ones
 from interlace.reshard.roll import reason
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+"""First and longest pause, in seconds, between two questions to the store; a choice: the others
+mostly come at once, and where they do not the store is asked less and less often."""
 _LAST_WORDS_S = 2.0
+"""Seconds for which rank 0 waits, at most, for the others to read before an error ends it; a
+choice."""
 _MISSING_HINT = (
     "every rank of both meshes must make this call, in the same order, with the same meshes and, "
     "if given, src_mesh on all of them"
 )
+"""Hint where a rank did not come to a meeting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +43,8 @@ class Meeting:
     session: str
     """Names this call, alike on all ranks."""
     number: int
-    """Of all calls of the world, on the lowest of the ranks; 0 on the others."""
+    """Number of this call among all calls of the world, on the lowest of the ranks; 0 on the
+    others."""
     topics: list[str] = field(default_factory=list)
     """Gathered so far."""
 
@@ -67,8 +73,8 @@ class Meeting:
 
     @contextlib.contextmanager
     def last_words(self) -> Iterator[None]:
-        """Around all of the meeting: rank 0, which may host the store, gives the others a moment
-        to read what was gathered last before an error leaves it."""
+        """A context around all of the meeting: before an error leaves it, rank 0, which may host
+        the store, gives the others a moment to read what was gathered last."""
         try:
             yield
         except Exception:

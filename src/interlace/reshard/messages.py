@@ -16,7 +16,8 @@ from interlace.reshard.planning.layout import Box
 from interlace.reshard.planning.transfer_plan import Part, TransferPlan, sub_boxes
 
 ALIGNMENT_BYTES = 16
-"""A view of a buffer as another dtype must begin at a multiple of its element size."""
+"""Bytes to which spans are aligned, the largest element size of torch's types: a view of a buffer
+as another dtype must begin at a multiple of its element size."""
 
 Region = tuple[slice, ...]
 """A box of a local tensor, as its index."""
@@ -32,7 +33,8 @@ class ElementSpan:
     """Of the source tensor, or of the destination (received, or to be forwarded)."""
     regions: tuple[Region, ...]
     flat: tuple[int, int] | None
-    """The same as [start, stop) of a contiguous local tensor, if it is one run of it."""
+    """The same elements as [start, stop) of a contiguous local tensor, if they are one run of
+    it."""
     offset_bytes: int
     size_bytes: int
 

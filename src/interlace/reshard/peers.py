@@ -12,6 +12,7 @@ from interlace.reshard.watch import TransferWatch
 from interlace.reshard.world import World
 
 _BEGIN_HINT = "call start on every rank of both meshes, as often and in the same order"
+"""Hint where a peer did not begin a transfer in time."""
 
 
 class Peers:
@@ -58,7 +59,8 @@ class Peers:
 
     @contextlib.contextmanager
     def awaited(self, peers: Sequence[int]) -> Iterator[None]:
-        """Around whatever blocks until these ranks do their part; first waits for their start."""
+        """A context around whatever blocks until these ranks do their part; first it waits until
+        they have begun."""
         if self.watch is not None:
             self.watch.waits_for(peers)
         for peer in peers:
@@ -78,7 +80,7 @@ class Peers:
         self._begun.add(peer)
 
     def _missing(self, peer: int) -> PeerError:
-        """Says as well what the rank has begun instead, if that is another plan."""
+        """The error for a peer that did not begin, with what it has begun instead, if anything."""
         what = self.roll.transfer(self.number)
         message = f"rank {peer} has not begun {what} within {self._timeout_s:g} s"
         if instead := self._world.begun_instead(peer):

@@ -9,8 +9,11 @@ import torch.distributed as dist
 from interlace.errors import InputError, InterlaceError, PeerError, RunError
 
 _CLOSED_HINT = "make a new plan on all ranks: what a rank left out, the others cannot guess"
+"""Hint where a rank has closed the plan."""
 _STEP_HINT = "call start equally often on all ranks, with the same step"
+"""Hint where ranks are at different transfers or steps of a plan."""
 _TURNS_HINT = "with NCCL, start plans in the same order on all ranks"
+"""Hint where two ranks begin transfers in different orders."""
 
 
 class Roll:
@@ -26,7 +29,7 @@ class Roll:
 
     def __init__(self, store: dist.Store, rank: int, title: str) -> None:
         self.title = title
-        """The plan, in messages."""
+        """What messages call the plan."""
         self.number = 0
         """How many transfers this rank has begun."""
         self.closed: InterlaceError | None = None
@@ -58,7 +61,7 @@ class Roll:
         return self.number
 
     def end(self) -> None:
-        """The transfer has arrived."""
+        """Notes that the transfer has arrived."""
         self.under_way = False
 
     def refuse(self, error: BaseException) -> None:
@@ -129,7 +132,7 @@ class Roll:
         return self.transfer(max(begun)) if max(begun, default=0) > self.number else ""
 
     def transfer(self, number: int) -> str:
-        """A transfer, in messages."""
+        """What messages call a transfer."""
         return f"transfer {number} of {self.title}"
 
     def _said_by(self, peer: int) -> dict[int, dict[str, Any]]:

@@ -9,7 +9,9 @@ from interlace.hardware.cluster import Cluster
 from interlace.hardware.topology import Topology
 from interlace.reshard.messages import ALIGNMENT_BYTES
 
-_PIECES = 4  # of the buffer memory: a message is one at most, so that several are under way
+_PIECES = 4
+"""Parts of the buffer memory, of which a message takes one at most, so that several are under way;
+a choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class Settings:
     chunk_bytes: int | None = None
     """Size of pipelined chunks; None leaves it to the planner."""
     time_limit_s: float = 1.0
-    """For a search for the order."""
+    """Seconds that a search for the order may take."""
     seed: int = 0
     memory_bytes: int = 256 << 20
     """Most memory of message buffers on each rank; pieces that lie apart in memory need them."""
@@ -36,8 +38,8 @@ class Settings:
     timeout_s: float = 60.0
     """How long a rank waits for others to make the same call."""
     name: str = ""
-    """Of the plan. Ranks that make plans of equal tensors in different orders are found out by
-    their names alone."""
+    """Name of the plan. Ranks that make plans of equal tensors in different orders are found out
+    by these names alone."""
     group: dist.ProcessGroup | None = None
     """Has all ranks of both meshes; default: the default group."""
     watch: bool = True

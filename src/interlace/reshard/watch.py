@@ -30,7 +30,10 @@ LIMITS = Limits(heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_AFTER_S)
 promised."""
 
 _DONE = "done"
-_LOOK_S = 0.3  # the host of the store asks this long at once: the watchdog must see rounds go on
+"""What a rank's beat says once it is done with the transfer."""
+_LOOK_S = 0.3
+"""Seconds for which the host of the store asks at once whether all are done; a choice, short enough
+that the watchdog sees rounds go on."""
 _HOST_STAYS_S = 60.0
 """Seconds for which the host of the store waits for the other ranks to be done; a choice."""
 

@@ -64,5 +64,5 @@ class Buffers:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """The buffer may be used again."""
+        """Lets the buffer be used again."""
         self._free.append(buffer)

@@ -17,7 +17,7 @@ class World:
 
     def __init__(self) -> None:
         self.failure = ""
-        """Of the last transfer that failed: what is dropped after it may be a consequence."""
+        """Message of the last transfer that failed, of which a later drop may be a consequence."""
         self._left: list[object] = []
         self._watch_connection: dist.Store | None = None
         self._rolls: WeakValueDictionary[int, Roll] = WeakValueDictionary()
@@ -44,15 +44,16 @@ class World:
         return self._watch_connection
 
     def keep(self, messages: Iterable[object]) -> None:
-        """Messages of a transfer that failed, and their memory, for as long as the group exists.
+        """Keeps the messages of a transfer that failed, and their memory, while the group exists.
 
-        gloo stops to read from a rank of which a message arrives whose memory is gone: every later
-        message of that rank, also of other plans and of collectives, would be waited for in vain.
+        gloo stops reading from a rank once a message of it arrives whose memory is gone: every
+        later message of that rank, also of other plans and of collectives, would be waited for in
+        vain.
         """
         self._left.extend(messages)
 
     def add_plan(self, plan: int, roll: Roll) -> None:
-        """A plan, for as long as it exists."""
+        """Knows a plan for as long as it exists."""
         self._rolls[plan] = roll
 
     def begun_instead(self, peer: int) -> list[str]:
@@ -61,11 +62,11 @@ class World:
         return [transfer for transfer in found if transfer]
 
     def add_transfer(self, plan: int, handle: object) -> None:
-        """The handle of a transfer under way."""
+        """Knows the handle of a transfer under way."""
         self._under_way[plan] = handle
 
     def remove_transfer(self, plan: int) -> None:
-        """The transfer of a plan has ended."""
+        """Forgets the transfer of a plan, which has ended."""
         self._under_way.pop(plan, None)
 
     def transfers_before(self, plan: int) -> list[object]:
@@ -73,14 +74,14 @@ class World:
         return [handle for at, handle in sorted(self._under_way.items()) if at < plan]
 
     def next_turns(self, group: dist.ProcessGroup, peers: Iterable[int]) -> dict[int, int]:
-        """Counts one more transfer with each peer in a group; how many there are with each."""
+        """Counts one more transfer with each peer in a group; returns how many each has by now."""
         counts = self._turns.setdefault(group, Counter())
         counts.update(peers)
         return {peer: counts[peer] for peer in peers}
 
 
 _WORLDS: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
-"""Of each default group one, for as long as it exists."""
+"""The World of each default group, for as long as the group exists."""
 
 
 def default_store() -> dist.Store:

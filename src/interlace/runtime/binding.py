@@ -17,10 +17,15 @@ from interlace.runtime.module_tensors import ModuleTensors, kind_of
 from interlace.runtime.module_tree import AGAIN, SINCE, ModuleTree
 
 _ENTRY = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+"""Finds where dynamo reads an entry of a module: `._modules['layers']`."""
 _IMPORT = re.compile(r"G\['__import_(\w+)'\]")
+"""Finds an imported module as dynamo names it: `G['__import_torch_dot_nn']`."""
 _GLOBAL = re.compile(r"G\['(\w+)'\]")
+"""Finds a global name as dynamo reads it: `G['name']`."""
 _CELL = re.compile(r"^loss_fn\.__closure__\[(\d+)\]\.cell_contents")
+"""Finds what the loss function uses from outside: its closure, by number."""
 _NO_ENTRY = re.compile(r"^not ___dict_contains\('(\w+)', (.*)\.__dict__\)$")
+"""Finds dynamo's condition that an object has no attribute of its own of some name."""
 
 
 class ModuleBinding:

@@ -1,9 +1,9 @@
 """The graphs among which a step chooses: decomposed or whole, in one chunk or folded.
 
-Passes of a step run decomposed all, or only the first forward and the last backward. Two strands
-hide a collective under the other strand, and slices cost: each one's matmul packs or
-loads the weight again, 5 to 7 % of a matmul in slices of 128 rows on a CPU. The ends of a step have
-no other strand beside them, and there decomposition hides what nothing else can.
+Either all passes of a step run decomposed, or only the first forward and the last backward. Two
+strands hide a collective of one under the other without slices, and slices cost time: the matmul of
+each packs or loads the weight again, 5 to 7 % of a matmul in slices of 128 rows on a CPU. The ends
+of a step have no other strand beside them, and there decomposition hides what nothing else can.
 
 To fold the graphs of a rank into two chunks, each walk is cut in two, and one half runs at a time.
 
@@ -84,8 +84,9 @@ def half(graph: OpGraph) -> int:
 
 
 LEAST_GAIN = 0.03
-"""Of a phase of two strands, so that slices run there too; what slicing costs beside the times that
-were measured, such as caches that two strands share, is not predicted."""
+"""Share of its time that a phase of two strands must be predicted to gain before slices run there
+too. A choice: what slicing costs beside the times that were measured, such as caches that two
+strands share, is not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)

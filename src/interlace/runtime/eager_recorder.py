@@ -21,7 +21,8 @@ from interlace.ir.timeline import Span, Timeline
 from interlace.runtime.recorder import Clock
 
 BLOCKED_NS = 50_000
-"""A wait longer than this found its collective still in flight; a finished one takes about 5 us."""
+"""Time, in ns, of a wait beyond which it found its collective still in flight; a choice: a finished
+one takes about 5 us."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from interlace.parallel.tensor import finish_gradients
 
 
 class ParameterGradients:
-    """Local buffers of a module's gradients. Around a step call `begin` and `finish`; then they
-    are in `parameter.grad` under autograd's rules: of the parameter's dtype and layout, and added
-    to what was there before."""
+    """Local buffers of a module's gradients. Around a step call `begin` and `finish`; then
+    gradients are in `parameter.grad` under autograd's rules: of the parameter's dtype and layout,
+    and added to what was there before."""
 
     def __init__(
         self,

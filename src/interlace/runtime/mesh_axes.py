@@ -54,7 +54,7 @@ def replicas_of(
 
 
 def data_rank_of(mesh: DeviceMesh | None, strands: Strands) -> int:
-    """Which of the ranks that see other data this one is: those along axes over which the model
+    """This rank's number among the ranks that see other data: those along axes over which the model
     neither lays out parameters nor exchanges anything, and along `dp_replicate`."""
     if mesh is None:
         return 0

@@ -21,7 +21,9 @@ from interlace.graphs.torch_private import (
 )
 
 AGAIN = "make the change before compile_step, or compile the step again"
+"""Hint where a module is no longer what was traced."""
 SINCE = "after the step was compiled"
+"""How messages end that name such a change."""
 _state = itemgetter(*MODULE_STATE)
 entries_of = attrgetter(*MODULE_ENTRIES)
 

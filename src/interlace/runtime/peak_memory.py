@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from interlace.graphs.torch_private import AsyncCollectiveTensor, TorchDispatchMode
 
 _STATUS = Path("/proc/self/status")
+"""File of Linux with this process's resident memory and its peak (proc(5))."""
 _CLEAR = Path("/proc/self/clear_refs")
+"""File of Linux by which a process resets that peak (proc(5))."""
 _RESET_PEAK = "5"
 """Written to clear_refs: the peak of resident memory becomes its present value (proc(5))."""
 

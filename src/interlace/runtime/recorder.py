@@ -80,6 +80,8 @@ class CudaClock:
 
     device_type: ClassVar[str] = "cuda"
     PRIORITY = -2
+    """Priority of the streams that stamp: neither 0 nor the highest, whose pools NCCL's streams are
+    from."""
 
     def __init__(self, streams: dict[str, torch.cuda.Stream] | None = None) -> None:
         """`streams` are those that stamp, by process group; missing ones are added."""
@@ -179,7 +181,8 @@ class Recorder:
         return result
 
     def _settle(self) -> None:
-        """A work's callback may still be about to run when its wait has returned."""
+        """Wait for the ends of collectives: a work's callback may still be about to run when its
+        wait has returned."""
         deadline = time.monotonic() + SETTLE_S
         flying = [event for event in self.events if event.is_collective]
         while any(event.done is None for event in flying) and time.monotonic() < deadline:

@@ -22,9 +22,11 @@ _WEIGHTS_HINT = (
     "build the module from the same seed or file on all ranks; if each rank is to hold its own, "
     "make it a sharded DTensor, or name it in compile_step(per_rank=...)"
 )
+"""Hint where ranks hold different weights or buffers."""
 _SEED_HINT = (
     "call torch.manual_seed with one number on the ranks that share a sample, before compile_step"
 )
+"""Hint where ranks that share a sample draw different masks of dropout."""
 
 
 class ModuleAgreement:

@@ -37,6 +37,7 @@ from interlace.runtime.executor import Batch, StepExecutor
 from interlace.schedules.finder import Schedule, sequential, validate
 
 FORWARD, BACKWARD = (Strand(direction).graph for direction in Direction)
+"""Names of the two graphs that every module gives."""
 GATHER, REDUCE = (Strand(direction, share=Share.ONCE).graph for direction in Direction)
 """Names of the graphs that are made here (`ir.actions`)."""
 

@@ -22,8 +22,8 @@ ScheduleFunction = Callable[..., tuple[tuple[Action, ...], ...]]
 """`(ranks, micro_batches, chunks) -> for each rank a tuple of actions`."""
 
 MOST = 8
-"""Phases are looked for in steps of 2 to so many micro-batches; schedules repeat themselves long
-before, as at most one more micro-batch per chunk is in flight."""
+"""Most micro-batches of the steps in which phases are looked for; a choice. Schedules repeat
+themselves long before, as at most one more micro-batch per chunk is in flight."""
 
 
 @dataclass(frozen=True)

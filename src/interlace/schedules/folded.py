@@ -11,6 +11,7 @@ from interlace.errors import InputError
 from interlace.ir.actions import Action, backward, forward, together
 
 FRONT, BACK = 0, 1
+"""Numbers of the two chunks: the half that comes first in a forward, and the other one."""
 
 
 def folded(ranks: int, micro_batches: int, chunks: int = 2) -> tuple[tuple[Action, ...], ...]:

@@ -40,7 +40,8 @@ from interlace.search.chains import jobs
 from interlace.search.problem import Problem
 
 GRID = 3000
-"""Steps along each job: the bound loses at most one step per task, some tenths of a per cent."""
+"""Steps along each job; a choice. The bound loses at most one step per task, some tenths of a per
+cent."""
 
 JobTask = tuple[str, int]
 """(link or compute lane, ns)."""
@@ -211,9 +212,10 @@ def _on_grid(tasks: list[JobTask], lanes: list[str], step: int) -> np.ndarray:
 
 
 PARTS = 40
-"""Weights are multiples of 1 / PARTS."""
+"""Weights are multiples of 1 / PARTS; a choice: any weights give a valid bound, finer ones a
+better."""
 ROUNDING_NS = 2e-3
-"""What a simulated operator may lose to rounding."""
+"""Time, in ns, that a simulated operator may lose to rounding."""
 
 
 def contention_bound_ns(problem: Problem) -> int:

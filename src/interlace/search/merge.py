@@ -30,24 +30,27 @@ from interlace.search.tight import lowest
 
 CUTS = ((0.25, 32), (0.5, 32), (1.0, 32))
 """(longest piece as a share of the longest collective, states kept): how often strands may take
-turns."""
+turns. A choice: more states find shorter orders and take longer."""
 NARROW_CUT = (0.5, 16)
 """The same for `order_quick`: the second cut with half the states, for speed."""
 MANY = 1000
-"""Problems with more operators are merged once, with the second cut, and where memory is tight
-the best merge within the bound is taken as it is."""
+"""Operators beyond which a problem is merged once, with the second cut, and where memory is tight
+the best merge within the bound is taken as it is; a choice that bounds the time of a search."""
 STATES = 4000
-"""Still larger ones are merged with fewer states kept, down in proportion."""
+"""Operators beyond which a problem is merged with fewer states kept, down in proportion; a choice
+that bounds the time of a search."""
 REACH = 8
-"""Pieces by which one chain may have run more than the other's share of work, about one layer."""
+"""Pieces by which one chain may have run more than the other's share of work; a choice, about one
+layer."""
 EVALUATIONS = 3_000_000
-"""Polishing budget in operators simulated, about a second of one core."""
+"""Polishing budget in operators simulated; a choice, about a second of one core."""
 PER_OPERATOR = 1_200
-"""Budget of a small problem, for each of its operators."""
+"""Budget of a small problem, in operators simulated for each of its own; a choice."""
 SLACKS = (1.01, 1.02, 1.04, 1.08)
-"""How much longer than the shortest an order may get to need less memory."""
+"""How many times as long as the shortest an order may get to need less memory; a choice, the least
+first."""
 PEAK_SHARE = 0.25
-"""Part of the budget that is spent on a lower peak."""
+"""Part of the budget that is spent on a lower peak; a choice."""
 
 
 def order_merge(problem: Problem) -> tuple[str, ...]:

@@ -15,9 +15,10 @@ from interlace.search.evaluator import Evaluator
 from interlace.search.memory import Alive, Liveness
 
 MAX_STATES = 20_000
-"""States looked at before giving up, some tenths of a second."""
+"""States looked at before giving up; a choice, some tenths of a second."""
 MAX_OPERATORS = 64
-"""Problems with more operators are too large for proven optima: their sets are too many."""
+"""Operators beyond which a problem is too large for proven optima, since their sets are too many; a
+choice."""
 
 
 @dataclass(slots=True)

@@ -27,12 +27,15 @@ from interlace.search.tight import smallest_peak
 from interlace.sim.lanes import simulate
 
 MOST_HEADS = 6
-"""Collectives of the forward graph behind which a head may end: about a layer and a half."""
+"""Collectives of the forward graph behind which a head may end; a choice, about a layer and a
+half."""
 HEAD_BUDGET = 3_000
-"""Operators ordered in total while choosing. A deep model, which gains less from a head, takes the
-one that ends behind the second collective: the gather of the first layer's input."""
+"""Operators ordered in total while choosing; a choice that bounds the time. A deep model, which
+gains less from a head, takes the one that ends behind the second collective: the gather of the
+first layer's input."""
 AS_SHORT = 1.005
-"""A head counts as good as the best one if the phase gets at most so many times as long."""
+"""How many times as long as with the best head a phase may get, at most, for a head to count as
+good as that one; a choice."""
 
 
 def choose_head(
@@ -95,6 +98,7 @@ SEARCHES: Mapping[str, Search] = {
     "list": Search(_list),
     "segment_pairs": Search(_segment_pairs),
 }
+"""The searches of this package, by the name that a run file gives."""
 
 
 def find_search(name: str) -> Search:

@@ -15,9 +15,9 @@ from interlace.search.window import Windowed
 from interlace.search.window_memory import WindowedMemory
 
 NEAR = 25
-"""Mean distance, in operators, between the ends of a move."""
+"""Mean distance, in operators, between the ends of a move; a choice."""
 PEAK_STEP = 0.01
-"""Share by which `lower_peak` asks for less each time."""
+"""Share by which `lower_peak` asks for less each time; a choice."""
 
 
 def polish(
@@ -51,8 +51,8 @@ def polish(
 def lower_peak(
     world: Evaluator, order: Sequence[int], values: Liveness, *, evaluations: int, longest_ns: int
 ) -> list[int]:
-    """An order with a lower peak if one is found; if `order` is no longer than `longest_ns`, it is
-    not either."""
+    """An order with a lower peak if one is found. It is no longer than `longest_ns` if `order` is
+    not."""
     current = Windowed(world, order)
     memory = WindowedMemory(values, current, 0)
     best, peak = current.order.copy(), memory.peak
@@ -119,7 +119,7 @@ class Moves:
         self.changes = self.draws = 0
 
     def note_change(self) -> None:
-        """The order is another one."""
+        """Take note that the order is another one now."""
         self.changes += 1
 
     def draw(self) -> tuple[int, list[int]]:

@@ -45,7 +45,7 @@ class MemoryLimits:
 
     def aim(self, strands: Mapping[str, OpGraph]) -> int:
         """Bytes of values within which `merge` looks for a plan, 0 for no limit. One strand after
-        the other always keeps within the share, so that alone never leaves a phase unplanned."""
+        the other always keeps within the share, so the share alone leaves no phase unplanned."""
         if self.extra_share is None:
             return self.bound_bytes
         one = step_peak_bytes(sequential(strands), strands)

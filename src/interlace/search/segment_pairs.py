@@ -21,7 +21,7 @@ from interlace.search.chains import jobs
 from interlace.search.problem import Problem
 
 CUTS = (1, 2, 4)
-"""Parts into which a stretch of compute is cut; the best result is taken."""
+"""Parts into which a stretch of compute is cut, of which the best result is taken; a choice."""
 _NEVER = np.iinfo(np.int64).max // 4
 """Time, in ns, of a pair that is not allowed: longer than any phase, and sums still fit int64."""
 
@@ -45,8 +45,8 @@ def order_segment_pairs(problem: Problem) -> Blocks:
 
 
 def segments(problem: Problem, parts: int) -> tuple[list[Segment], list[Segment]]:
-    """Of the first job and of all others: stretches of compute, each in `parts` of about equal
-    time, and collectives."""
+    """Segments of the first job, and of all others: stretches of compute, each in `parts` of about
+    equal time, and collectives."""
     found: list[list[Segment]] = []
     for operators in jobs(problem.graph).values():
         groups: list[list[str]] = [[]]

@@ -12,10 +12,11 @@ from interlace.search.polish import lower_peak
 from interlace.search.problem import Problem
 
 EVALUATIONS = 1_500_000
+"""Most operators that the search for the lowest peak looks at; a choice: half a second at most."""
 PER_OPERATOR = 1_200
-"""Budget of the search for the lowest peak, in operators looked at; at most half a second."""
+"""The same budget of a small problem, for each of its operators; a choice."""
 MAX_JOBS = 4
-"""Up to so many jobs all sequences are tried: 24 of four."""
+"""Jobs up to which all sequences are tried; a choice: four have 24."""
 
 
 def smallest_peak(problem: Problem) -> tuple[tuple[str, ...], int]:

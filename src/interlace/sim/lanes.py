@@ -19,7 +19,7 @@ from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
 from interlace.ir.timeline import WAIT, Span, Timeline
 
 _DONE_NS = 1e-3
-"""Work below this is rounding error of the speeds."""
+"""Work, in ns, below which what is left is rounding error of the speeds; a choice."""
 
 
 @dataclass(slots=True, eq=False)

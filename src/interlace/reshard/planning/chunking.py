@@ -26,9 +26,11 @@ from interlace.reshard.planning.tasks import Bundle, Chunk, cut
 from interlace.reshard.planning.transfer_plan import Task, TensorSpec
 
 CHAIN = 8
-"""Receiving hosts up to which chunks go along chains."""
+"""Receiving hosts up to which chunks go along chains, and beyond which along trees; a choice: the
+last host of a long chain begins late."""
 CANDIDATES = 32
-"""Holders that are considered for one chunk, others for the next."""
+"""Holders that are considered for one chunk, others for the next; a choice that bounds the time of
+planning."""
 
 
 def balance(loads: Loads, bundles: Sequence[Bundle], cut: Cut) -> None:
@@ -83,13 +85,13 @@ def _one_per_port(loads: Loads, ranks: Sequence[int] | dict[int, int]) -> list[i
 
 
 FILL = 0.02
-"""Share of the busiest port's time in which chains may fill and drain."""
+"""Share of the busiest port's time in which chains may fill and drain; a choice."""
 LEAST_BYTES = 64 * 1024
-"""Smaller messages cost more in calls than they gain."""
+"""Least size of a chunk: smaller messages cost more in calls than they gain; a choice."""
 MANY = 100_000
-"""Messages at which chunks get larger instead; about 2 s of planning."""
+"""Messages at which chunks get larger instead; a choice: about 2 s of planning."""
 MOST = 8_000_000
-"""Messages that a plan may have: about 3 GB of memory."""
+"""Most messages that a plan may have; a choice: about 3 GB of memory."""
 
 
 class Cutter:

@@ -17,9 +17,11 @@ from interlace.reshard.planning.ordering import (
 )
 
 NODES_PER_S = 20_000
-"""Nodes of ten tasks that one core looks at in a second; larger problems get fewer."""
+"""Nodes of ten tasks that one core looks at in a second, about; with more tasks fewer are
+counted."""
 MOST_TASKS = 300
-"""Deeper than this, a depth-first search sees only the end of one order."""
+"""Most tasks of a problem; a choice: with more, a depth-first search sees only the end of one
+order."""
 
 
 def search(tasks: Sequence[HostTask], *, time_limit_s: float = 1.0) -> Sequenced:

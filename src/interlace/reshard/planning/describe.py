@@ -4,8 +4,9 @@ from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.transfer_plan import Task, TransferPlan
 
 LINES = 12
-"""Tasks and hosts shown, the largest first."""
+"""Tasks and hosts that are shown, the largest first; a choice."""
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+"""Units of a size and their bytes, the largest first."""
 
 
 def describe(plan: TransferPlan) -> str:

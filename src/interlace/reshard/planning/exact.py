@@ -15,7 +15,8 @@ from interlace.reshard.planning.ordering import Clocks, HostTask, Sequenced, pap
 from interlace.reshard.planning.random_greedy import random_greedy
 
 NODES_PER_S = 10_000
-"""Nodes that one core visits in a second, about; counted, so that all ranks stop alike."""
+"""Nodes that one core visits in a second, about. Nodes are counted, not seconds, so that all ranks
+stop at the same one."""
 
 
 def exact(tasks: Sequence[HostTask], *, time_limit_s: float = 1.0, seed: int = 0) -> Sequenced:

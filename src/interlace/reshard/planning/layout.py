@@ -23,7 +23,10 @@ Box = tuple[tuple[int, int], ...]
 """[start, stop) in each dimension of the whole tensor; () for a scalar."""
 
 REPLICATE, PARTIAL = "R", "P"
+"""Placements of an axis whose ranks hold the same, or each a term of a sum."""
 SHARD = re.compile(r"(_?)S\((\d+)\)")
+"""Finds the placement of an axis that cuts a dimension: whether it is strided, and the
+dimension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,15 @@ from interlace.reshard.planning.tasks import make_bundles, make_tasks
 from interlace.reshard.planning.transfer_plan import ORDERS, STRATEGIES, TensorSpec, TransferPlan
 
 FEW = 5_000
-"""Up to so many messages `auto` makes other plans too: sending directly, which saves the hops'
-latency, and the paper's order, in which a host hears one other for long."""
+"""Messages up to which `auto` makes other plans too, a choice: one that sends directly, which saves
+the hops' latency, and one in the paper's order, in which a host hears one other for long."""
 FEW_TASKS, _SEARCH_S = 40, 0.1
-"""So many tasks the latter may have, so long it is searched for."""
+"""Tasks up to which the paper's order is searched for, and seconds for which it is; a choice."""
 CLOSE = 0.02
-"""Of plans that are predicted to be this close, the one with the fewest pairs of ranks that talk
-between hosts: each is a connection, and those that share a port slow each other. In a lab of 5
-hosts moves over more of them took 2 to 20 % longer than predicted, over the fewest 2 to 6 %."""
+"""Of plans whose predicted times are this close (a share), the one with the fewest pairs of ranks
+that talk between hosts is taken: each is a connection, and those that share a port slow each other.
+In a lab of 5 hosts, moves over more of them took 2 to 20 % longer than predicted, over the fewest 2
+to 6 %."""
 
 
 def make_plan(

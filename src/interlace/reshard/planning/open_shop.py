@@ -14,9 +14,11 @@ from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.hops import HELD, Hops
 
 FREED, ARRIVED = 0, 1
+"""Events of the simulation: the ends of a message are free, a message can be forwarded."""
 WAIT = 4
-"""In moves of 405B weights 0 gives schedules 12 % longer and 1 such 3 % longer: the last chunks
-leave their sources too late. Beyond 8, those of 70B weights get longer."""
+"""How many times over the forwards behind a message count. In moves of 405B weights schedules are
+12 % longer with 0 and 3 % longer with 1: the last chunks leave their sources too late. Beyond 8,
+schedules of 70B weights get longer."""
 
 
 def order_hops(hops: Hops, links: Links) -> list[int]:

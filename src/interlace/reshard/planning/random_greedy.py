@@ -11,9 +11,10 @@ from statistics import pstdev
 from interlace.reshard.planning.ordering import HostTask, Sequenced
 
 DRAWS = 100
-"""Random orders that are tried, of which the shortest is taken."""
+"""Random sets that are drawn each time, of which the best is taken."""
 VISITS = 20_000_000
-"""Tasks looked at in all draws together; with more than some 450 tasks there are fewer draws."""
+"""Tasks looked at in all draws together, about; a choice that bounds the time. With more than some
+450 tasks there are fewer draws."""
 
 
 def random_greedy(tasks: Sequence[HostTask], *, seed: int = 0) -> Sequenced:

@@ -94,6 +94,7 @@ WAYS = {
     "global_all_gather": global_all_gather,
     "broadcast": chain,
 }
+"""The function of each strategy, by its name."""
 
 
 def remote_receivers(loads: Loads, bundle: Bundle) -> list[int]:

@@ -14,6 +14,7 @@ from interlace.hardware.topology import Topology
 from interlace.reshard.planning.layout import PARTIAL, Box, Layout
 
 STRATEGIES = ("auto", "send_recv", "local_all_gather", "global_all_gather", "broadcast")
+"""Ways for a bundle to travel (`strategies`); `auto` chooses."""
 ORDERS = ("auto", "naive", "load_balance", "search", "random_greedy", "exact", "balanced")
 """`balanced` is the chunk-level schedule in which several senders share a task; `auto` takes it, or
 `search` where that is no slower and needs fewer connections."""
