@@ -32,7 +32,7 @@ def test_a_toy_is_planned_without_torch(tmp_path: Path) -> None:
     assert text.count("\n") <= 60
     assert 'assert "torch" not in sys.modules' in text
     printed = run("toy_plan.py", folder=tmp_path)
-    assert printed.startswith("interlace plan 3\nsearch exact")
+    assert printed.startswith("interlace plan 3\nsearch merge")
     assert "phase rest+next+backward" in printed
     found = re.search(r"8 micro-batches: ([\d.]+) ms, one strand ([\d.]+) ms", printed)
     assert found is not None

@@ -252,8 +252,11 @@ def test_two_plans_in_any_order_give_the_right_tensors_or_name_the_rank() -> Non
         # Whoever looks second finds that the other has given up its own by then.
         assert more in ("", f"it has begun {instead}, which this rank has not")
         steps = next(got)
-        if rank == 0:
-            assert steps == "nothing"
+        if rank == 0:  # it may have sent all before it hears of the others
+            met = ("rank 1 began", "as step 6", "rank 2", "as step 5")
+            assert steps == "nothing" or (
+                steps.startswith(f"{error}[1, 2]: ") and all(each in steps for each in met)
+            )
         else:
             step, other = (6, 5) if rank == 1 else (5, 6)
             assert steps == (
