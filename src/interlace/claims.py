@@ -36,9 +36,11 @@ WAIT_S = 1.0
 _RETRY_S = 0.05
 """Seconds between two tries to take a lock; a choice."""
 _NO_LOCKS = {errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
+"""What the system says where a file system keeps no locks."""
 _MOST_BYTES = 1 << 16
 """Bytes of a lock file that are read: more than a record of its owner needs."""
 _STARTING = "a run that is just starting"
+"""The owner, where its record is not written yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,10 +30,12 @@ from interlace.search.problem import MemoryLimits
 Constants = Mapping[tuple[str, str], Tensor]
 """What the graphs' inputs stand for, by (role, target): weights, buffers, gradient sums."""
 _OTHER_GRAPH = "plan again for this model, layout and micro-batch size"
+"""Hint where a plan was made for other graphs."""
 _BY_TIMES = (
     "; slices follow from times measured at each start, unless overlap.decompose names a variant "
     "and overlap.pieces a number"
 )
+"""What is added to that hint where collectives are decomposed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,11 @@ from interlace.checkpoint.manifest import (
 from interlace.errors import RunError
 
 _STEP = re.compile(r"step-(\d{8})")
+"""Finds the folder of a checkpoint, by its step."""
 _UNFINISHED = re.compile(r"\.step-\d{8}(\.epoch-\d+)?\.(tmp|gone)")
+"""Finds what a run that was killed while it wrote or removed a checkpoint has left."""
 _REPLACED = re.compile(r"\.(step-\d{8})\.replaced")
+"""Finds a checkpoint that one of the same step is replacing."""
 # A thousand ranks with a thousand tensors each need about 0.2 GB.
 MOST_MANIFEST_BYTES = 1 << 30
 

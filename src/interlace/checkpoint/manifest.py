@@ -18,9 +18,13 @@ MANIFEST = "manifest.json"
 WEIGHTS, OPTIMIZER, RNG = "weights.", "optimizer.", "rng."
 """What the names of the tensors of a run begin with."""
 FORMAT = 1
+"""Version of the manifest; raise it when readers of the last one would misread it."""
 DTYPE_NAMES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
+"""Types of tensors that a checkpoint may hold, as torch names them."""
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
+"""Finds the name of a rank's file of tensors."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+"""Finds a SHA-256 digest in hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from interlace.run_files import METRICS, RUN, read_metrics
 # Tables and fields that may differ on resuming without a word: they change no number.
 _FREE = ("output", "checkpoint", "hardware", "watchdog", "link", "plan", "compare")
 _FREE_FIELDS = ("model.config", "data.path", "train.threads", "train.evaluate_every")
+"""Single fields that may differ in the same way."""
 # The only fields of the model that may differ: rows are compared by shape, dropout is told.
 _TOLD = ("model.vocab_size", "model.dropout")
 

@@ -42,6 +42,7 @@ from interlace.errors import RunError
 from interlace.ranks.small_collectives import gather_json
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+"""Types of tensors that a checkpoint may hold, by name."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from interlace.models import model_file
 _MODEL = f"{WEIGHTS}model."
 """The loss module calls the model `model`."""
 _EMBEDDING = "embedding.weight"
+"""What the name of the embedding ends with; what stands before it is the prefix of all names."""
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Manifest, list[str]]:

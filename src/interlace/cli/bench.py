@@ -16,7 +16,9 @@ from interlace.errors import InputError, nearest
 from interlace.own_code import load_function
 
 _COMMON = ("quick", "json_path")
+"""Options that every bench takes."""
 _EXPECTED = {int: "a whole number", float: "a number", str: "text"}
+"""Types of options, in words for errors."""
 
 
 def bench(

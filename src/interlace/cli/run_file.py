@@ -21,12 +21,14 @@ from interlace.own_code import is_own
 from interlace.toml_text import read_toml
 
 _NO_OVERRIDES: Mapping[str, str] = MappingProxyType({})
+"""For a run file as it is."""
 _EXPECTED = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text in quotes",
 }
+"""Types of values, in words for errors."""
 
 _NOT_BUILT = {
     "parallel.pipeline": "pipeline parallelism",

@@ -31,13 +31,16 @@ from interlace.errors import InputError
 TokenBatch = tuple[torch.Tensor, torch.Tensor]
 
 STDLIB = "stdlib"
+"""The word in `data.path` for the source text of Python's standard library."""
 PATH_HINT = "set data.path to a file, a folder, a glob such as 'text/**/*.txt', or stdlib"
+"""Hint where `data.path` names nothing that can be read."""
 # Tests are left out because some distributions ship Python without them.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 # Held-out text comes in runs of up to BLOCK_SAMPLES samples, in at least MIN_BLOCKS places.
 BLOCK_SAMPLES = 64
 MIN_BLOCKS = 8
+"""A choice: held-out text from fewer places would say more of these than of the data."""
 
 
 def open_dataset(

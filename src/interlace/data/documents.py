@@ -17,21 +17,27 @@ import numpy as np
 from interlace.errors import InputError, nearest
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
+"""Endings of files with one JSON object, a document, on each line."""
 TOKEN_IDS = (".bin", ".npy")
+"""Endings of files that hold ids of tokens and not text."""
 # They hold data for certain, and nothing here can read them: skipping them would lose it.
 REFUSED = (".parquet", ".arrow", ".npz", ".jsonl.zst", ".jsonl.xz", ".jsonl.bz2")
 
 CHUNK_TOKENS = 1 << 20
+"""Tokens that are read at a time; a choice, 4 MB of 32-bit ids."""
 # Where nothing says how large the vocabulary is. Ids of uint16 read as uint32 exceed it.
 LARGEST_VOCABULARY = 1 << 24
 
 NOTE_TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+"""Types of the ids, by the names that the note beside a .bin file may give them."""
 
 # Header of a Megatron-LM index: magic, version, code of the type, sequences, documents + 1.
 # Then int32 [sequences] lengths in tokens, int64 [sequences] offsets, int64 [documents + 1].
 _INDEX = struct.Struct("<9sQBQQ")
 _INDEX_START = (b"MMIDIDX\0\0", 1)
+"""Magic bytes and version that such an index begins with."""
 _INDEX_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Types of the ids by Megatron-LM's codes; 6 and 7 are floating point."""
 
 
 def holds_ids(path: Path) -> bool:

@@ -22,15 +22,18 @@ from interlace.errors import InputError, RunError, nearest
 # Part of the cache key: raise it when records or header change.
 FORMAT = 2
 HEADER_BYTES = 4096
+"""Room for the header of a file of tokens; a choice, one page of memory."""
 
 # UTF-8 bytes of the form 10xxxxxx go on with a character that began before.
 CONTINUATION_MASK = 0xC0
 CONTINUATION_BYTE = 0x80
+"""What such a byte is under the mask."""
 
 # One token and the bytes of text that it stands for.
 TOKEN_RECORD = np.dtype([("token", "<u4"), ("bytes", "<u4")])
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+"""Names that published tokenizers give to the token between documents; the first that exists."""
 
 
 class Tokenizer(Protocol):

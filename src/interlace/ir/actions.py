@@ -58,9 +58,13 @@ _WORDS = {
 }
 """In the order in which strands read and write the same memory."""
 _WORD_OF = {meaning: word for word, meaning in _WORDS.items()}
+"""The word of each direction and share."""
 _PLACE = {meaning: place for place, meaning in enumerate(_WORDS.values())}
+"""The place of each in that order."""
 _TEXT = re.compile(r"([a-z]+)(?:_(\d+))?")
+"""Finds the word of a strand and, behind `_`, the number of its chunk."""
 _PARTS = (Share.HEAD, Share.REST)
+"""Shares of a forward that was cut in two."""
 
 
 @dataclass(frozen=True, slots=True)

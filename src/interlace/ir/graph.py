@@ -47,6 +47,7 @@ COLLECTIVES = frozenset(
         Kind.SEND,
     }
 )
+"""Kinds of operators that communicate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ turns cost up to the half of the shorter one more (-0.5); -1 is twice that."""
 LARGEST_ERROR = 1.0
 """A size whose time is off its line by a factor of two."""
 _NAMED = 3
+"""So many noisy operators are named; a choice, enough to look for a cause."""
 
 
 def relative_spread(operators: Iterable[OperatorCost]) -> float:

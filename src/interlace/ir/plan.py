@@ -21,10 +21,13 @@ from interlace.old_words import present_search
 _HEADER = "interlace plan 3"
 """First line of a plan file; its number goes up when older files can no longer be read."""
 _BARRIER = "-- barrier --"
+"""The line of a plan file that stands for a barrier."""
 _COLUMN = 44
 """Characters of a lane's column in a plan file; a choice."""
 _HEAD = re.compile(r"search (\S+)  graph (\S+)  costs (\S+)  schedule (\S+)  head (\d+)")
+"""Finds the values of the second line of a plan file."""
 _PHASE = re.compile(r"phase (\S+)  operators (\d+)  predicted_ns (\d+)  exposed_ns (\d+)")
+"""Finds the values of the line that a phase begins with."""
 
 
 @dataclass(frozen=True, slots=True)

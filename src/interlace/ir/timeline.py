@@ -17,6 +17,7 @@ from itertools import pairwise
 from interlace.ir.graph import COMPUTE_LANE
 
 WAIT = "wait"
+"""Kind of the spans in which the compute lane waits for a collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ def overlaps(spans: tuple[Span, ...]) -> list[tuple[Span, Span]]:
 
 
 BACKWARD = "backward"
+"""Name of the strand whose first operator begins the steady window."""
 
 
 def steady_window(timeline: Timeline) -> tuple[int, int] | None:

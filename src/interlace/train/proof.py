@@ -11,6 +11,7 @@ from interlace.sim.simulated_step import simulate_step
 from interlace.text import aligned, milliseconds
 
 HEADER = ("collective", "link", "count", "expected ms", "measured ms", "exp. exposed", "exposed ms")
+"""Titles of the columns of the table."""
 
 
 def proof_rows(

@@ -29,10 +29,12 @@ _WEIGHTS_HINT = (
     "the ranks that share a weight must begin with the same one: build the model from the same "
     "seed and files on all of them"
 )
+"""Hint where weights differ before the first step."""
 _STATE_HINT = (
     "a rank went its own way, by a fault of its machine or by code that differs per rank; start "
     "again from the last checkpoint"
 )
+"""Hint where what a checkpoint would hold differs."""
 
 
 def check_software(config: RunConfig) -> None:

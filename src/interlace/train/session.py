@@ -35,6 +35,7 @@ DECOMPOSED_MODES = frozenset[Mode]({"decomposed-1", "decomposed-2", "inductor"})
 """Ways to run strands with all passes decomposed; PyTorch's scheduler knows no step with ends."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types that `train.dtype` and `train.reduce_dtype` name."""
 
 
 @contextmanager
