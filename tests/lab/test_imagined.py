@@ -143,8 +143,9 @@ def child_times() -> list[float]:
     with imagined_world(load_cluster("a800"), RANKS, slower=SLOWER) as world:
         full_bytes = _values(1, RANKS).nbytes * RANKS
         one_s = world.duration_ns(Kind.ALL_GATHER, full_bytes, range(RANKS)) / 1e9
-        issued, ends = _queued_s(world, 5)
-        assert issued < 5 * one_s  # issuing does not wait
+        tries = [_queued_s(world, 5) for _ in range(5)]  # a busy machine may hold one of them up
+        assert min(issued for issued, _ in tries) < 5 * one_s  # issuing does not wait
+        ends = tries[-1][1]
         assert ends == sorted(ends)
         assert all(end >= number * one_s for number, end in enumerate(ends, 1))
         with world.free_transfers():
