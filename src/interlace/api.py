@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from interlace.compiled import Compilation, Constants, MeasuredTimes, StepSettings
+from interlace.compiled import Compilation, Constants, CachedTimes, StepSettings
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
 from interlace.errors import InputError
 from interlace.graphs.wide_sums import wide_sums
@@ -100,13 +100,7 @@ def compile_step(
     )
     limits = memory_limits(RunConfig(plan=config), chunk, data)
     settings = StepSettings(plan=config, overlap=overlap, limits=limits)
-    times = MeasuredTimes(
-        example=example_inputs,
-        constants=gradients.constants,
-        plan=config,
-        link=RunConfig().link,
-        say=logging.getLogger("interlace").warning,
-    )
+    times = _times(config, example_inputs, gradients.constants)
     compilation = Compilation(candidates, settings, times)
     tensors = UserModule(chunk, gradients, binding, example_inputs, alike)
     step = _step(compilation, found, tensors, data_rank_of(mesh, whole))
@@ -199,6 +193,12 @@ def _schedule(schedule: str | ScheduleFunction, strands: int) -> Schedule:
     found = find(schedule or ("one_strand", "two_strand")[strands - 1])
     found.phases(found.graphs)
     return found
+
+
+def _times(config: PlanConfig, example: Batch, constants: Constants) -> CachedTimes:
+    say = logging.getLogger("interlace").warning
+    link = RunConfig().link
+    return CachedTimes(example=example, constants=constants, plan=config, link=link, say=say)
 
 
 def _step(

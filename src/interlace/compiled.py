@@ -48,7 +48,7 @@ class StepSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredTimes:
+class CachedTimes:
     """Times of graphs on this machine, of an earlier run or measured now. Collective."""
 
     example: Batch
@@ -93,7 +93,7 @@ class Compilation:
         settings: StepSettings,
         times: Callable[[Strands], CostTable],
     ) -> None:
-        """`times` gives the table of some graphs: measured here (`MeasuredTimes`), or computed."""
+        """`times` gives the table of some graphs: measured here (`CachedTimes`), or computed."""
         self.candidates = candidates
         self.tables: dict[str, CostTable] = {}
         """Times, by digest of the graphs."""

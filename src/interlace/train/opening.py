@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from interlace.compiled import Compilation, Constants, MeasuredTimes, StepSettings
+from interlace.compiled import Compilation, Constants, CachedTimes, StepSettings
 from interlace.config import Mode, RunConfig, modes_of
 from interlace.data.batches import open_dataset
 from interlace.decompose.rewrite.apply import Decompose
@@ -121,7 +121,7 @@ def _trace(
         overlap=config.overlap,
         limits=memory_limits(config, weights.module, data),
     )
-    times = MeasuredTimes(
+    times = CachedTimes(
         example=example,
         constants=constants,
         plan=config.plan,
