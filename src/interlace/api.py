@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from interlace.compiled import Compilation, Constants, CachedTimes, StepSettings
+from interlace.compiled import CachedTimes, Compilation, Constants, StepSettings
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
 from interlace.errors import InputError
 from interlace.graphs.wide_sums import wide_sums

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from interlace.compiled import Compilation, Constants, CachedTimes, StepSettings
+from interlace.compiled import CachedTimes, Compilation, Constants, StepSettings
 from interlace.config import Mode, RunConfig, modes_of
 from interlace.data.batches import open_dataset
 from interlace.decompose.rewrite.apply import Decompose
