@@ -61,7 +61,7 @@ FREE = cast("Mode", "free")
 
 
 class FreeTransfers:
-    """An runner whose collectives take no time on their links."""
+    """A runner whose collectives take no time on their links."""
 
     def __init__(self, runner: StepRunner, world: ImaginedWorld) -> None:
         self.number = 0
