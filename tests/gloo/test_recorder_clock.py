@@ -5,11 +5,13 @@ Streams and works are pretended: a stream is a time up to which it is busy, a wo
 """
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -122,6 +124,38 @@ def test_what_a_collective_reads_lives_until_its_own_wait(
     graph, ops = lowered(kind, strided=strided, seen=lambda: looks.append(flight.alive()))
     Recorder({"forward": ops}, clock).run(graph, [torch.ones(4, 4)], {"forward": 1})
     assert looks == [[True], [False]]
+
+
+class SlowThread(threading.Thread):
+    """The thread of a transport: it calls back, and lets go of the callback some time later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callback: Callable[[Any], None] | None = None
+
+    def get_future(self) -> "SlowThread":
+        return self
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.callback = callback
+
+    def run(self) -> None:
+        assert self.callback is not None
+        self.callback(None)
+        time.sleep(0.2)
+        self.callback = None
+
+
+def test_a_settled_clock_has_no_callbacks_in_other_threads() -> None:
+    """One that is let go of while the interpreter shuts down aborts the process."""
+    clock, transport = HostClock(), SlowThread()
+    stamps: list[int] = []
+    clock.after(Pending(torch.ones(1), cast(dist.Work, transport), "tp"), stamps.append)
+    transport.start()
+    clock.settle()
+    assert len(stamps) == 1
+    assert transport.callback is None
+    transport.join()
 
 
 class FakeStream:

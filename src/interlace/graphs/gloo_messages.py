@@ -23,12 +23,13 @@ class Messages:
     def __init__(self, works: Sequence[dist.Work], output: Tensor) -> None:
         self._works = works
         self._output = output
-        self._future: Future[Any] | None = None
+        self._follower: _Follower | None = None
 
     def wait(self) -> None:
         """Block until all have ended. Raises RuntimeError if one broke."""
-        if self._future is not None:
-            self._future.wait()
+        if self._follower is not None:
+            self._follower.join()
+            self._follower.future.wait()
             return
         for work in self._works:
             work.wait()
@@ -36,19 +37,29 @@ class Messages:
 
     def get_future(self) -> Future[Any]:
         """Completes when all messages have ended, or with their error."""
-        if self._future is None:
-            self._future = Future()
-            threading.Thread(target=self._follow, args=(self._future,), daemon=True).start()
-        return self._future
+        if self._follower is None:
+            self._follower = _Follower(self._works, self._output)
+            self._follower.start()
+        return self._follower.future
 
-    def _follow(self, future: Future[Any]) -> None:
+
+class _Follower(threading.Thread):
+    """Waits for the messages, and completes a future. To be joined: a thread that comes back from
+    native code while the interpreter shuts down aborts the process."""
+
+    def __init__(self, works: Sequence[dist.Work], output: Tensor) -> None:
+        super().__init__(name="interlace-messages", daemon=True)
+        self.future: Future[Any] = Future()
+        self._works, self._output = works, output
+
+    def run(self) -> None:
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            future.set_exception(error)
+            self.future.set_exception(error)
             return
-        future.set_result(self._output)
+        self.future.set_result(self._output)
 
 
 def exchange(

@@ -1,6 +1,5 @@
 """Time compute and collectives, alone and at the same time, on CPU and on CUDA."""
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,11 +11,8 @@ import torch.distributed as dist
 
 from interlace.errors import RunError
 from interlace.graphs.collectives import Pending
-from interlace.runtime.recorder import Clock
+from interlace.runtime.recorder import SETTLE_S, Clock
 
-SETTLE_S = 5.0
-"""Seconds in which a collective that has been waited for must report its end; a choice: long for a
-callback that is about to run, so that only a backend without any is refused."""
 Start = Callable[[], Pending]
 
 
@@ -55,7 +51,7 @@ def timed_round(
     for pending in flying:
         pending.work.wait()
     end = clock.now()
-    _settle(over, len(flying))
+    _settle(clock, over, len(flying))
     at = clock.nanoseconds
     begin_ns, issued_ns, end_ns = at(begin), at(issued), at(end)
     called_ns = [at(stamp) for stamp in called]
@@ -115,15 +111,13 @@ def _meet(clock: Clock) -> None:
         dist.barrier()
 
 
-def _settle(ends: Sequence[Any], count: int) -> None:
+def _settle(clock: Clock, ends: Sequence[Any], count: int) -> None:
     """Wait for the callbacks of `count` works: one may still be about to run when the work's wait
-    has returned. Raises RunError after `SETTLE_S`."""
-    deadline = time.monotonic() + SETTLE_S
-    while len(ends) < count:
-        if time.monotonic() > deadline:
-            raise RunError(
-                f"{count - len(ends)} of {count} collectives did not report their end in "
-                f"{SETTLE_S:g} s",
-                hint="this backend cannot be profiled; gloo and NCCL can",
-            )
-        time.sleep(0.0005)
+    has returned. Raises RunError if one does not."""
+    clock.settle()
+    if len(ends) < count:
+        raise RunError(
+            f"{count - len(ends)} of {count} collectives did not report their end in "
+            f"{SETTLE_S:g} s",
+            hint="this backend cannot be profiled; gloo and NCCL can",
+        )

@@ -7,6 +7,7 @@ known even if the rank was computing then. On CUDA all stamps are events on the 
 """
 
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -20,8 +21,11 @@ from interlace.ir.actions import shown, strand
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.timeline import WAIT, Span, Timeline
 
-SETTLE_S = 1.0
-"""Seconds to wait for the ends of collectives to be noted after a recorded step; a choice."""
+SETTLE_S = 5.0
+"""Seconds in which collectives that have been waited for must report their ends; a choice: long for
+a callback that is about to run."""
+_SETTLE_TICK_S = 0.0005
+"""Seconds between two looks at whether they have; a choice."""
 
 
 class Clock(Protocol):
@@ -41,9 +45,26 @@ class Clock(Protocol):
         """Give `sink` a stamp of the collective's end, now or later."""
         ...
 
+    def settle(self) -> None:
+        """Wait until no `sink` will be called any more, for `SETTLE_S` at most. Call it when all
+        collectives have been waited for."""
+        ...
+
     def nanoseconds(self, stamp: Any) -> int:
         """Nanoseconds of a stamp since an arbitrary origin; may synchronise."""
         ...
+
+
+class _EndStamp:
+    """What the transport's thread calls when a collective is over."""
+
+    __slots__ = ("__weakref__", "_sink")
+
+    def __init__(self, sink: Callable[[int], None]) -> None:
+        self._sink = sink
+
+    def __call__(self, _future: object) -> None:
+        self._sink(time.perf_counter_ns())
 
 
 class HostClock:
@@ -51,17 +72,35 @@ class HostClock:
 
     device_type: ClassVar[str] = "cpu"
 
+    def __init__(self) -> None:
+        self._stamps: list[weakref.ref[_EndStamp]] = []
+
     def now(self) -> int:
         """Nanoseconds."""
         return time.perf_counter_ns()
 
     def restarted(self) -> "HostClock":
-        """The same: nanoseconds of the host are exact at any size."""
-        return self
+        """A new one; nanoseconds of the host are exact at any size."""
+        return HostClock()
 
     def after(self, pending: Pending, sink: Callable[[int], None]) -> None:
         """The work's future calls back from the transport's thread when it is done."""
-        pending.work.get_future().add_done_callback(lambda _: sink(time.perf_counter_ns()))
+        stamp = _EndStamp(sink)
+        self._stamps.append(weakref.ref(stamp))
+        pending.work.get_future().add_done_callback(stamp)
+
+    def settle(self) -> None:
+        """Wait until the transport's thread has let go of every callback.
+
+        To let go it takes the interpreter's lock a second time, after the call. A thread that does
+        so when the interpreter is shutting down is ended by it inside a C++ destructor, and that
+        aborts the process: "terminate called without an active exception".
+        """
+        deadline = time.monotonic() + SETTLE_S
+        while any(stamp() is not None for stamp in self._stamps):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_SETTLE_TICK_S)
 
     def nanoseconds(self, stamp: int) -> int:
         """The stamp itself."""
@@ -106,6 +145,9 @@ class CudaClock:
         with torch.cuda.stream(self._streams[pending.group]):
             pending.work.wait()
             sink(self.now())
+
+    def settle(self) -> None:
+        """Nothing is left to wait for: every stamp was given at once."""
 
     def nanoseconds(self, stamp: torch.cuda.Event) -> int:
         """Time since this clock was made."""
@@ -180,18 +222,10 @@ class Recorder:
         self.events.append(event)
         return result
 
-    def _settle(self) -> None:
-        """Wait for the ends of collectives: a work's callback may still be about to run when its
-        wait has returned."""
-        deadline = time.monotonic() + SETTLE_S
-        flying = [event for event in self.events if event.is_collective]
-        while any(event.done is None for event in flying) and time.monotonic() < deadline:
-            time.sleep(0.001)
-
     def timeline(self, label: str, rank: int, *, own_names: bool = False) -> Timeline:
         """Everything recorded so far, from time 0. Call after the last wait. Strands are called by
         their pass, or with `own_names` as in `graphs`."""
-        self._settle()
+        self.clock.settle()
         ns = self.clock.nanoseconds
         origin = min((ns(event.start) for event in self.events), default=0)
         spans: list[Span] = []
