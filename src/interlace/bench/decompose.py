@@ -33,6 +33,7 @@ from interlace.lab import hosts
 from interlace.ranks.launch import launch
 
 _PARTS = ("all", "blocks", "training")
+"""Words that `--part` takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,9 @@ _SLOWED = (
     Shape(block="attention", width=2048, rows=1024, ratios=(0.8, 1.5), compatible=True),
 )
 _WIDE = Shape(block="mlp", width=256, inner=64, rows=4096, ratios=(0.8,))
+"""An MLP of 64 times its width inside, so that much is computed for each byte."""
 _TABLE = Shape(block="mlp", width=2048, rows=1024, ratios=(0.8,))
+"""The MLP of CommFuse's tables, 4 times its width inside."""
 FULL = Sizes(
     blocks=(
         (2, Job(shapes=_PACED, turns=3, most_turns=5)),
@@ -83,6 +86,7 @@ FULL = Sizes(
     ),
     training=decompose_train.FULL,
 )
+"""What the README's tables were measured with."""
 QUICK = Sizes(
     blocks=(
         (2, Job(shapes=(Shape(block="mlp", width=1024, rows=128, ratios=(0.8,)),), turns=2)),
@@ -98,6 +102,7 @@ QUICK = Sizes(
     ),
     training=decompose_train.QUICK,
 )
+"""One small shape of each block: that all runs, not how fast."""
 
 
 def run(*, quick: bool, json_path: Path | None, part: str = "all") -> int:

@@ -16,6 +16,7 @@ from interlace.graphs.torch_private import TorchDispatchMode
 aten = torch.ops.aten
 
 _MATMULS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_}
+"""Operators whose time is pretended, as that of attention."""
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: 2,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: 5,

@@ -28,9 +28,11 @@ from interlace.text import aligned, number, percent
 OURS = {"mlp": "ring", "attention": QUERY_SPLIT}
 """The way that stands for us in the summary."""
 COLUMNS = (COMPUTE, VANILLA, *SLICES, *VARIANTS, QUERY_SPLIT)
+"""Ways that are measured, in the order of the table's columns."""
 _HIDDEN_RATIO = 1.0
 """Up to this transfer time over compute time, nothing need be exposed."""
 _MS = 1e6
+"""Nanoseconds of a millisecond."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,9 @@ COMPUTE = "compute"
 VANILLA = "vanilla"
 """Collectives and matmuls in turn, each waited for at once."""
 SLICES = {"slicing 2": 2, "slicing 4": 4, "slicing 8": 8}
+"""Data slicing, the baseline: into how many slices, by the names in the table."""
 VARIANTS = ("ring", "direct", "bidirectional")
+"""Orders of sends, as `decompose.order` calls them."""
 _SETTLED = 0.01
 """Share by which the two fastest repeats may differ where the fastest is taken for settled."""
 QUERY_SPLIT = "query-split"

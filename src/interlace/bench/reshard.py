@@ -30,7 +30,9 @@ from interlace.ranks.launch import launch
 from interlace.run_files import write_whole
 
 _WORLD = "interlace.bench.reshard_world"
+"""The module that each rank runs."""
 _RAM_DISK = Path("/dev/shm")
+"""Where the checkpoint lies that plain PyTorch writes and reads: memory that all hosts see."""
 
 
 def run(*, quick: bool, json_path: Path | None) -> int:

@@ -94,9 +94,13 @@ class Method:
 
 
 OURS = "ours"
+"""Our strategy and order, the one that `reshard` takes by itself."""
 SEND_RECV = "send_recv"
+"""Each receiver gets its part from one sender: the paper's baseline."""
 FULL_TENSOR = "full_tensor"
+"""`DTensor.full_tensor` on the senders, then a broadcast of the whole."""
 CHECKPOINT = "checkpoint"
+"""Written by the senders, read by the receivers."""
 METHODS = (
     Method(name=SEND_RECV, label="send/recv", strategy="send_recv", order="naive"),
     Method(
@@ -114,8 +118,10 @@ METHODS = (
 PYTORCH = {FULL_TENSOR: "full_tensor", CHECKPOINT: "checkpoint"}
 """What a user of plain PyTorch does today. The checkpoint lies on a RAM disk that all hosts see."""
 LABELS = {**{method.name: method.label for method in METHODS}, **PYTORCH}
+"""What people read, by method."""
 
 _RECEIVERS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (3, 2), (4, 2), (3, 4))
+"""Meshes that receive one whole tensor, as (hosts, devices of each)."""
 _LAYOUTS = {
     1: (2, "S0 R R", 2, "S0 R R"),
     2: (2, "R R R", 2, "S0 R R"),
@@ -184,10 +190,13 @@ def _size(
 FULL = _size(hosts=5, devices=4, thinner=1, repeats=3, only=())
 """The paper's 5 hosts of 4 devices."""
 QUICK = _size(hosts=3, devices=2, thinner=4, repeats=2, only=("1 to (1,2)", "1 to (2,2)", "case 7"))
+"""Three cases on three hosts of two devices, a quarter of the data."""
 FULL_EMULATED = _size(hosts=5, devices=1, thinner=1, repeats=3, only=())
+"""The paper's hosts with one device each, on emulated links."""
 QUICK_EMULATED = _size(
     hosts=4, devices=1, thinner=4, repeats=2, only=("1 to (2,1)", "1 to (3,1)", "case 7", "case 9")
 )
+"""Four cases on four hosts of one device, a quarter of the data."""
 
 
 def warm_up_case(size: ReshardSize) -> ReshardCase:

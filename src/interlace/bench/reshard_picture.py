@@ -29,12 +29,17 @@ _COLOURS = {
     FULL_TENSOR: "#c98fb4",
     WIRED: "#9c5f8a",
 }
+"""Of the bars, by method: greys and browns are the paper's, blue is ours."""
 _BARS = (*(method.name for method in METHODS), FULL_TENSOR, WIRED)
+"""Methods in the order of their bars, left to right."""
 _GROUP_WIDTH = 0.84
+"""Part of a case's width that its bars take up."""
 _PANEL_IN, _GAP_IN, _TOP_IN, _BOTTOM_IN = 3.0, 0.75, 0.95, 0.95
 _LEFT_IN, _RIGHT_IN, _CASE_IN = 0.9, 0.3, 1.5
 _MIN_WIDTH_IN = 10.0
+"""Least width of the picture in inches, so that its title fits."""
 _DPI = 160
+"""Pixels of an inch."""
 
 
 def bandwidth_png(all_measured: Sequence[Measured], link: str, *, theme: Theme = LIGHT) -> bytes:

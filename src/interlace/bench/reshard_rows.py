@@ -18,6 +18,7 @@ from interlace.bench.results import ResultRow, speedup
 from interlace.text import aligned, number
 
 _PLANNED = tuple(method.name for method in METHODS)
+"""Methods that move by a plan, whose time is predicted too."""
 WIRED = "checkpoint_wired"
 """The checkpoint and the time that its bytes need on the NICs."""
 

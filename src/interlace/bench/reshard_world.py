@@ -55,6 +55,7 @@ from interlace.reshard import ReshardPlan, Settings
 TCP_SHARE = 1448 / 1514
 """Payload of a full Ethernet frame of TCP with timestamps: what a shaped link counts is 1514."""
 _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+"""Where Linux names the algorithm that a TCP connection slows down by."""
 _EMULATED_LATENCY_US = 50.0
 """Latency of an emulated link in us, the default of `link.latency_us`."""
 _NOTICE_NS = 50_000_000
@@ -62,7 +63,9 @@ _NOTICE_NS = 50_000_000
 _LIMIT = timedelta(seconds=120)
 """Limit of every wait of the bench; no case takes nearly so long."""
 _PROBE_BYTES = 4 * 2**20
+"""Size of the messages that measure a link's rate; a choice."""
 _PROBES = 3
+"""How many of them are sent; the fastest counts. A choice."""
 T = TypeVar("T")
 
 

@@ -86,6 +86,7 @@ class Size:
 
 
 _ALL = ("eager", "1", "segment_pairs", "list", "merge")
+"""Ways to run a step: PyTorch's, one strand, and two strands by each search."""
 FULL = Size(
     layers=2,
     width=2560,
@@ -99,6 +100,7 @@ FULL = Size(
         Point(ratio=1.0, micro_batches=16, modes=("eager", "1", "merge")),
     ),
 )
+"""What the README's table was measured with."""
 QUICK = Size(
     layers=1,
     width=1024,
@@ -113,6 +115,7 @@ QUICK = Size(
         ),
     ),
 )
+"""A model that takes a minute: that all runs, and roughly how fast."""
 
 
 def run(*, quick: bool, json_path: Path | None) -> int:

@@ -14,11 +14,13 @@ from pathlib import Path
 from interlace.bench.strands import Point, Size, run_size
 
 _MODES = ("eager", "1", "list", "merge")
+"""Ways to run a step: PyTorch's `fully_shard`, one strand, and two strands by two searches."""
 _LAYOUT = (
     ("parallel.data_shard", 2),
     ("parallel.zero", 3),
     ("parallel.reduce", "micro_batch"),
 )
+"""Flags that shard weights over two ranks and reduce gradients in every micro-batch."""
 FULL = Size(
     layers=2,
     width=512,
@@ -29,6 +31,7 @@ FULL = Size(
     layout=_LAYOUT,
     thrifty=False,
 )
+"""What the README's table was measured with."""
 QUICK = Size(
     layers=2,
     width=512,
@@ -39,6 +42,7 @@ QUICK = Size(
     layout=_LAYOUT,
     thrifty=False,
 )
+"""A model that takes a minute: that all runs, and roughly how fast."""
 
 
 def run(*, quick: bool, json_path: Path | None) -> int:

@@ -59,6 +59,7 @@ _MODULE_OF = {
     "sliced_matmul_scatter": "functions.sliced_matmul",
     "ulysses_attention": "functions.ulysses_overlap",
 }
+"""The module of each function, below this package."""
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from interlace.graphs.collectives import is_collective, kind_of_collective
 from interlace.graphs.trace import StrandGraph
 
 _PASSES = {"all": "", "ends": " in the first forward and the last backward of a step"}
+"""How the summary says where decomposed graphs run, by `overlap.passes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 Variant = Literal["ring", "direct", "bidirectional"]
 VARIANTS: tuple[Variant, ...] = ("ring", "direct", "bidirectional")
+"""Orders of sends that `overlap.decompose` names."""
 
 
 class RowPart(NamedTuple):

@@ -70,6 +70,7 @@ _COLLECTIVE = {
     "matmul_scatter": Kind.REDUCE_SCATTER,
     "matmul_reduce": Kind.ALL_REDUCE,
 }
+"""The collective that a site's function does without."""
 
 
 def computed_times(machine: Machine) -> Times:

@@ -20,6 +20,7 @@ from interlace.graphs.wide_sums import ADD_WIDE
 
 aten = torch.ops.aten
 BUFFER_PREFIX = "gradient_"
+"""Inputs of this name and a number are the buffers of gradients."""
 
 
 def accumulate_gradients(

@@ -18,6 +18,7 @@ from interlace.graphs.trace import Binding, ChunkGraphs
 MIB = 1 << 20
 """Bytes of a MiB."""
 _STEPS = 6
+"""How often what is left of the range of shares is halved; a choice."""
 
 
 def solve_budget(

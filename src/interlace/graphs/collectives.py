@@ -21,8 +21,10 @@ from interlace.graphs.torch_private import OpOverload, process_group
 from interlace.ir.graph import COLLECTIVES, Kind
 
 _FUNCTIONAL = "_c10d_functional"
+"""Namespace of torch's functional collectives."""
 _functional = torch.ops._c10d_functional
 WAIT = _functional.wait_tensor.default
+"""The operator that ends one."""
 
 _REDUCE = {
     "sum": dist.ReduceOp.SUM,
@@ -31,6 +33,7 @@ _REDUCE = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+"""torch.distributed's reductions by the words of the functional collectives."""
 
 
 class Pending(NamedTuple):
@@ -158,6 +161,7 @@ TABLE: Mapping[Any, Collective] = MappingProxyType(
 of their own (`declare`); `row_of` finds both."""
 
 _ROW = "_interlace_collective"
+"""Attribute of a declared operator that holds its row."""
 _GROUP_ARGUMENTS = ("group_name", "group")
 """Arguments of these names and of type `str` hold the name of a process group."""
 

@@ -17,7 +17,10 @@ from interlace.graphs.op_graphs import kind_of_target
 from interlace.ir.graph import Kind
 
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
+"""Beginning of the paths that dynamo gives modules, `L['self']` for the one that is traced."""
 _WORK = {Kind.MATMUL: 1, Kind.ATTENTION: 2}
+"""What an operator counts in the search for blocks, each of which has two or more: attention is two
+matmuls in one."""
 
 
 def kind_of(node: fx.Node) -> Kind:

@@ -42,7 +42,9 @@ _KINDS = {
     },
     Kind.ACCUMULATE: {"add_"},
 }
+"""Names of ATen operators by kind; all others that compute are element-wise."""
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+"""The same by name."""
 
 
 def is_free(node: fx.Node) -> bool:

@@ -28,6 +28,7 @@ from interlace.ir.graph import Kind
 
 aten = torch.ops.aten
 _HEAVY = frozenset({Kind.MATMUL, Kind.EMBEDDING, Kind.ATTENTION})
+"""Kinds that are not computed again with the attention beside them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ from interlace.graphs.trace import VIEWS
 
 aten = torch.ops.aten
 _RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default})
+"""Views that give the same values if they copy."""
 
 
 def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:

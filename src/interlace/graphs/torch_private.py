@@ -188,6 +188,7 @@ class Reads:
 
 
 _VALUES = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH"})
+"""Guards on plain values, which are checked before every step."""
 _ELSEWHERE = frozenset({"TENSOR_MATCH", "DUPLICATE_INPUT", "EMPTY_NN_MODULE_HOOKS_DICT"})
 """Guards on tensors and hooks, which `runtime.binding` looks at itself."""
 
@@ -239,6 +240,7 @@ GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 LOCAL_PARTS = ("_local_tensor", "_spec")
 """Attributes of a DTensor: this rank's part, and its layout."""
 _INPUT = "input_of"
+"""Key in the `meta` of a placeholder under which it says what it stands for."""
 
 
 def _gradient_layouts(joint: Any) -> dict[int, tuple[Placement, ...]]:

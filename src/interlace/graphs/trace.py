@@ -44,6 +44,7 @@ VIEWS = frozenset(
         filled,
     }
 )
+"""Operators whose results look at the memory of their inputs."""
 
 
 @dataclass(frozen=True)

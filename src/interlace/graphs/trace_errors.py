@@ -17,8 +17,11 @@ from interlace.graphs.collectives import TABLE, is_collective, is_wait, row_of, 
 from interlace.graphs.torch_private import InputOf
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+"""Finds the lines of a Python trace that say where."""
 _LIBRARY = Path(torch.__file__).parent
+"""Where torch lies: lines in it are not the user's."""
 _SIDE_EFFECTS = "certain side effects happened in the model.forward"
+"""How torch's message begins when forward changed something outside."""
 _HARMLESS = "_active_collector"
 """A variable that `transformers` sets and puts back in every forward."""
 
@@ -29,8 +32,11 @@ _HINTS = (
     ),
     (("builtin", "logging"), "move printing and logging out of forward"),
 )
+"""What to do, by words of torch's message."""
 _OTHER_HINT = "write it with plain torch operators, or train with eager PyTorch (strands = eager)"
+"""What to do where none of these words is in it."""
 _NO_SCHEMA = types.SimpleNamespace(arguments=())
+"""Stands for the schema of a node that calls no operator."""
 
 
 class SourceLine(NamedTuple):

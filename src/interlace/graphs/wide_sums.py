@@ -9,8 +9,11 @@ import torch
 
 aten = torch.ops.aten
 ADD_WIDE = aten.addmm.dtype_out
+"""Adds the product of 16-bit matrices to a float32 matrix."""
 _NARROW = (torch.bfloat16, torch.float16)
+"""Types that are rounded to 16 bits."""
 _SIZE = 16
+"""Rows and columns of the matrices that are tried."""
 
 
 def wide_sums(device: torch.device) -> frozenset[torch.dtype]:

@@ -35,6 +35,7 @@ _POLL_S = 0.05
 _BAD_INPUT = 2
 """Exit code of a command that was given something wrong (`errors.InputError`)."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a lab, and which its hosts are to get as well."""
 
 
 def inside_lab() -> bool:

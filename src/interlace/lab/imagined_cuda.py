@@ -29,6 +29,7 @@ template <typename T> T read_clock(T slot) {
     return static_cast<T>(now);
 }
 """
+"""CUDA source: the device's clock, in ns."""
 
 HOLD_UNTIL = """
 template <typename T> T hold_until(T deadline) {
@@ -41,6 +42,8 @@ template <typename T> T hold_until(T deadline) {
     return static_cast<T>(now);
 }
 """
+"""CUDA source: holds a block, and with 40 KiB of shared memory its part of a multiprocessor, until
+a time on that clock."""
 
 
 class CudaLink:

@@ -29,6 +29,7 @@ from interlace.ir.graph import Kind
 from interlace.lab.link_work import EmulatedLink, EmulatedWork
 
 _CPU = torch.device("cpu")
+"""Device type that the emulated backend serves."""
 
 
 def emulated_backend(rate_bits: int, latency_us: float) -> str:

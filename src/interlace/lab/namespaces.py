@@ -27,9 +27,13 @@ from interlace.config import parse_rate
 from interlace.errors import InputError, InterlaceError, RunError
 
 STATE = Path("/run/interlace-labs")
+"""Where labs note who owns them, a folder each."""
 MOST_HOSTS = 250
+"""Hosts of a lab: the last byte of their addresses numbers them."""
 _WITHOUT_ROOT = "without root, --link.rate RATE of `interlace train` emulates the link"
+"""Hint where labs cannot be made."""
 _OWNER = "owner.json"
+"""File in a lab's folder that names the process that made it."""
 _KILL_LIMIT_S = 10.0
 """Seconds after which killing the processes of a lab is given up; a choice."""
 

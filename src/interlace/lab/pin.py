@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that are handed on to the program."""
 
 
 def main(cores: str, folder: Path, program: list[str]) -> int:

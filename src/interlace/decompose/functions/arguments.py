@@ -15,6 +15,7 @@ from interlace.decompose.order import VARIANTS, Order, Variant
 from interlace.errors import InputError, nearest
 
 _LAYOUT = "weights have the layout of torch.nn.Linear, [out, in]"
+"""Hint where a shape is wrong."""
 
 
 def rank_and_ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:

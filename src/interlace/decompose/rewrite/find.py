@@ -23,6 +23,7 @@ from interlace.ir.graph import Kind
 
 aten = torch.ops.aten
 _RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default})
+"""Views that keep the rows of their input if they keep its last dimension."""
 _MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
 """Position of the operand whose rows are the result's rows."""
 

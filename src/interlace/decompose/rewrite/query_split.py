@@ -38,6 +38,7 @@ _KERNELS = frozenset(
 )
 """Their first results are the output and the log-sum-exp, and their backwards read both."""
 _RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.clone.default})
+"""Operators that are looked through on the way back from the projection to the attention."""
 _SEQUENCE_FIRST, _BATCH_FIRST = [2, 0, 1, 3], [0, 2, 1, 3]
 _RANDOM_STATE = 2
 """Elements of the seeds and offsets that kernels return, at most."""
