@@ -24,7 +24,7 @@ _PLAIN = (("parallel.tensor", 2),)
 _DECOMPOSED = (*_PLAIN, ("overlap.decompose", "auto"))
 """Flags of a run that cuts every collective where that is faster."""
 _CALIBRATION = Point(ratio=0.0, micro_batches=2, modes=("1",))
-"""The run that says how long a step computes, from which the link's rate follows."""
+"""A short run of one strand, from whose times the first point's link rate follows."""
 
 
 def _points(*micro_batches: int, ratio: float) -> tuple[Point, ...]:
@@ -49,7 +49,7 @@ QUICK = Size(
     calibration_rate="1gbit",
     layout=_DECOMPOSED,
 )
-"""A model that takes seconds: that all runs, not how fast."""
+"""A smaller model: that all runs, not how fast."""
 
 
 @dataclass(frozen=True, kw_only=True)

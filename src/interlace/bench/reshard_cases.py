@@ -98,7 +98,7 @@ OURS = "ours"
 SEND_RECV = "send_recv"
 """Each receiver gets its part from one sender: the paper's baseline."""
 FULL_TENSOR = "full_tensor"
-"""`DTensor.full_tensor` on the senders, then a broadcast of the whole."""
+"""`DTensor.full_tensor` on the senders, one of which scatters the parts or sends all to all."""
 CHECKPOINT = "checkpoint"
 """Written by the senders, read by the receivers."""
 METHODS = (

@@ -115,7 +115,7 @@ QUICK = Size(
         ),
     ),
 )
-"""A model that takes a minute: that all runs, and roughly how fast."""
+"""A smaller model: that all runs, and roughly how fast."""
 
 
 def run(*, quick: bool, json_path: Path | None) -> int:

@@ -188,7 +188,7 @@ class Reads:
 
 
 _VALUES = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH"})
-"""Guards on plain values, which are checked before every step."""
+"""Guards on plain values, which are kept wherever the value was read."""
 _ELSEWHERE = frozenset({"TENSOR_MATCH", "DUPLICATE_INPUT", "EMPTY_NN_MODULE_HOOKS_DICT"})
 """Guards on tensors and hooks, which `runtime.binding` looks at itself."""
 

@@ -21,7 +21,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _LIBRARY = Path(torch.__file__).parent
 """Where torch lies: lines in it are not the user's."""
 _SIDE_EFFECTS = "certain side effects happened in the model.forward"
-"""How torch's message begins when forward changed something outside."""
+"""What torch's message says when forward changed something outside."""
 _HARMLESS = "_active_collector"
 """A variable that `transformers` sets and puts back in every forward."""
 
