@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, seed, settings
 from processes import gloo_group, run_ranks
 from random_modules import Chain, case_of, chains
@@ -50,6 +51,7 @@ def explored(examples: int, number: int | None) -> dict[str, int]:
         if number is not None:
             right_or_refused = seed(number)(right_or_refused)
         right_or_refused()
+        dist.barrier()  # rank 0 serves the store: it stays until all have read the last example
     return counts
 
 
