@@ -29,10 +29,14 @@ def graphs_of(name: str) -> tuple[str, ...]:
     return TWO_CHUNKS if find(name).chunks == 2 else ONE_CHUNK
 
 
-@pytest.mark.parametrize("name", names())
+WHOLE = [name for name in names() if not find(name).cuts_backwards]
+"""Those that one rank can run; the others cut backwards in two."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
 @given(count=st.integers(2, 12))
 def test_every_pass_runs_once_and_gradients_are_added_in_order(name: str, count: int) -> None:
-    """Of all schedules of the package, for any number of micro-batches."""
+    """Of those of the package, for any number of micro-batches, on one rank."""
     graphs = graphs_of(name)
     actions = find(name).actions(count, graphs)
     passes = [(slot.strand.label, slot.micro_batch) for a in actions for slot in a.slots]
@@ -60,6 +64,12 @@ def test_actions_of_two_strands_with_all_that_a_step_may_have() -> None:
         "backward_1 2",
         "backward_0 2",
     ]
+
+
+def test_a_schedule_that_cuts_backwards_is_not_run_on_one_rank() -> None:
+    """Not before graphs are cut so."""
+    with pytest.raises(InputError, match=r"'zb_h1' runs 'input', and the backward graphs .* whole"):
+        find("zb_h1").actions(4, ONE_CHUNK)
 
 
 def all_forwards_first(
@@ -160,7 +170,7 @@ def test_what_is_no_schedule_is_refused() -> None:
         find(lambda ranks, micro_batches, chunks: [1]).actions(2, ONE_CHUNK)
     with pytest.raises(InputError, match="two strands need at least two micro-batches"):
         find("two_strand").actions(1, ONE_CHUNK)
-    with pytest.raises(InputError, match="folded runs two chunks on one rank, not 1 on 1"):
+    with pytest.raises(InputError, match="folded runs two chunks on each rank, not 1"):
         find("folded").actions(2, ONE_CHUNK)
     with pytest.raises(InputError, match="'sideways' is not the name of a strand"):
         strands_of("forward+sideways")

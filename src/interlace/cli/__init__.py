@@ -7,6 +7,7 @@ train.py         `interlace train`
 plan_command.py  `interlace plan`
 profile.py       `interlace profile`
 report.py        `interlace report`
+schedule.py      `interlace schedule`
 bench.py         `interlace bench`
 lab.py           `interlace lab`
 export.py        `interlace export`

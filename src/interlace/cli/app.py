@@ -91,6 +91,11 @@ def build_app() -> App:
         config=read_run_file,
     )
     app.command(
+        "interlace.cli.schedule:schedule",
+        name="schedule",
+        help="Compare schedules of a pipeline, or verify, draw and write one.",
+    )
+    app.command(
         "interlace.cli.export:export",
         name="export",
         help="Write the weights of a run for transformers.",

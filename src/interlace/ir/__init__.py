@@ -1,12 +1,13 @@
 """The shared vocabulary: frozen dataclasses, standard library only.
 
-graph.py     what one rank must compute
-plan.py      in which order it issues that
-actions.py   what one rank runs in a step: strands on micro-batches, action by action
-phases.py    the graph that each phase of a schedule runs
-weave.py     strands that work in the same memory, joined
-costs.py     how long each part takes, alone and beside others
-noise.py     which measured times are not to be trusted
-timeline.py  what happened, or would happen, when; its steady state
-store.py     all of these as JSON files, read strictly
+graph.py           what one rank must compute
+plan.py            in which order it issues that
+actions.py         what one rank runs in a step: strands on micro-batches, action by action
+stage_messages.py  what chunks on different ranks send each other, and which chunk reads which
+phases.py          the graph that each phase of a schedule runs
+weave.py           strands that work in the same memory, joined
+costs.py           how long each part takes, alone and beside others
+noise.py           which measured times are not to be trusted
+timeline.py        what happened, or would happen, when; its steady state
+store.py           all of these as JSON files, read strictly
 """

@@ -12,12 +12,18 @@ if a rank has several, and the share of that pass. It has a word, which stands i
     first     forward    end     all of the forward that begins a step, by a graph of its own
     gather    forward    once    what data-parallel ranks gather once a step
     backward  backward   whole   all of a backward pass
+    input     backward   input   the gradients of its inputs, which the chunk before waits for
+    weight    backward   weight  the gradients of its weights, which nobody waits for
     final     backward   end     all of the backward that ends a step, by a graph of its own
     reduce    backward   once    what data-parallel ranks reduce once a step
 
 `forward_1` is the forward pass of chunk 1; where a rank has one chunk, words have no number.
 A phase is the strands of an action joined by `+`, such as `rest+next+backward`. Actions of equal
 phase run the same executable graph, so a plan has one order per phase.
+
+Where the chunks of a model lie on several ranks, chunks are counted over all of them, in the order
+of the forward pass, and what one hands to the next is a message: activations forward, their
+gradients backward (`ir.stage_messages`). A rank sends and receives between its actions.
 """
 
 import re
@@ -44,6 +50,8 @@ class Share(StrEnum):
     REST = "rest"
     END = "end"
     ONCE = "once"
+    INPUT = "input"
+    WEIGHT = "weight"
 
 
 _WORDS = {
@@ -53,6 +61,8 @@ _WORDS = {
     "rest": (Direction.FORWARD, Share.REST),
     "next": (Direction.FORWARD, Share.HEAD),
     "backward": (Direction.BACKWARD, Share.WHOLE),
+    "input": (Direction.BACKWARD, Share.INPUT),
+    "weight": (Direction.BACKWARD, Share.WEIGHT),
     "final": (Direction.BACKWARD, Share.END),
     "reduce": (Direction.BACKWARD, Share.ONCE),
 }
@@ -208,6 +218,16 @@ def forward(micro_batch: int, chunk: int | None = None) -> Slot:
 def backward(micro_batch: int, chunk: int | None = None) -> Slot:
     """The backward pass of a micro-batch, through one chunk if a rank has several."""
     return Slot(Strand(Direction.BACKWARD, chunk), micro_batch)
+
+
+def input_gradient(micro_batch: int, chunk: int | None = None) -> Slot:
+    """The first half of a backward pass: the gradients of a chunk's inputs."""
+    return Slot(Strand(Direction.BACKWARD, chunk, Share.INPUT), micro_batch)
+
+
+def weight_gradient(micro_batch: int, chunk: int | None = None) -> Slot:
+    """The other half, which may run much later: the gradients of a chunk's weights."""
+    return Slot(Strand(Direction.BACKWARD, chunk, Share.WEIGHT), micro_batch)
 
 
 def together(*slots: Slot) -> Action:

@@ -16,4 +16,7 @@ cost_tables.py   a cost table as text
 plan_figures.py  what a plan is predicted to give
 plan_tables.py   that as text and as JSON
 plan_picture.py  that as a picture
+pipeline_build.py    schedules of a pipeline compared, or one read, verified, written and drawn
+pipeline_tables.py   their times, bubbles and memory by simulation
+pipeline_picture.py  one of them as a picture
 """

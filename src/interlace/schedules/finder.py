@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -14,12 +15,29 @@ from interlace.ir.actions import Action, Direction, Share, Strand, labels_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph, whole_graph
 from interlace.ir.plan import PhasePlan, Plan
+from interlace.ir.stage_messages import Edge
 from interlace.own_code import load_function
 from interlace.schedules.passes import with_ends, with_heads, with_once_a_step
-from interlace.schedules.verify import check_actions
+from interlace.schedules.verify import check_ranks
 
+_ALSO = {
+    "1f1b": "one_f_one_b",
+    "eager1f1b": "eager_one_f_one_b",
+    "interleaved1f1b": "interleaved",
+    "loopedbfs": "gpipe",
+    "gpipe": "gpipe",
+    "zbh1": "zb_h1",
+    "zbv": "zb_v",
+    "zbvzerobubble": "zb_v",
+    "dualpipev": "dual_pipe_v",
+}
+"""Names of the same schedules elsewhere (papers, torch.distributed.pipelining), in small letters
+and without marks between words."""
+_HALVES = (Share.INPUT, Share.WEIGHT)
+"""Shares of a backward that was cut in two."""
 ScheduleFunction = Callable[..., tuple[tuple[Action, ...], ...]]
-"""`(ranks, micro_batches, chunks) -> for each rank a tuple of actions`."""
+"""`(ranks, micro_batches, chunks) -> for each rank a tuple of actions`; further parameters with
+defaults are options."""
 
 MOST = 8
 """Most micro-batches of the steps in which phases are looked for; a choice. Schedules repeat
@@ -42,6 +60,12 @@ class Schedule:
         return int(parameter.default) if parameter is not None and given else 1
 
     @property
+    def cuts_backwards(self) -> bool:
+        """Whether it runs the gradients of inputs and those of weights apart."""
+        actions = self.of_ranks(1, MOST)[0]
+        return any(slot.strand.share == Share.INPUT for a in actions for slot in a.slots)
+
+    @property
     def graphs(self) -> tuple[str, ...]:
         """Names of the graphs that it needs: forward and backward of each chunk."""
         numbers = range(self.chunks) if self.chunks > 1 else (None,)
@@ -59,14 +83,49 @@ class Schedule:
         the first operators of a forward run one action ahead.
 
         Raises InputError if the schedule cannot run so, naming the action."""
-        chunks = chunk_count(graphs)
-        given = self.function(ranks=1, micro_batches=micro_batches, chunks=chunks)
-        actions = self._checked(given)
-        check_actions(actions, micro_batches=micro_batches, chunks=chunks, name=self.name)
+        actions = self.of_ranks(1, micro_batches, chunk_count(graphs))[0]
+        halves = next(
+            (slot for a in actions for slot in a.slots if slot.strand.share in _HALVES), None
+        )
+        if halves is not None and halves.strand.graph not in graphs:
+            raise InputError(
+                f"schedule {self.name!r} runs {halves.strand.text!r}, and the backward graphs of "
+                "this step are whole",
+                hint="schedules that cut backwards in two can be simulated and verified, not run; "
+                "take folded or two_strand",
+            )
         actions = with_ends(actions, graphs)
         if head:
             actions = with_heads(actions)
         return with_once_a_step(actions, graphs)
+
+    def of_ranks(
+        self,
+        ranks: int,
+        micro_batches: int,
+        chunks: int | None = None,
+        *,
+        edges: Collection[Edge] | None = None,
+        options: Mapping[str, object] | None = None,
+    ) -> tuple[tuple[Action, ...], ...]:
+        """What each rank of a pipeline runs in a step, without messages
+        (`schedules.sends_receives`). `chunks` are those of one rank, `edges` say which chunk reads
+        which (by default each the one before), and `options` are the function's own.
+
+        Raises InputError if the schedule cannot run so, naming the action."""
+        chunks = self.chunks if chunks is None else chunks
+        for name, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
+            if value < 1:
+                raise InputError(
+                    f"schedule {self.name!r} cannot run with {name} = {value}", hint="1 or more"
+                )
+        given = self.function(
+            ranks=ranks, micro_batches=micro_batches, chunks=chunks, **self._known(options or {})
+        )
+        found = self._checked(given, ranks)
+        total = ranks * chunks
+        check_ranks(found, micro_batches=micro_batches, chunks=total, name=self.name, edges=edges)
+        return found
 
     def digest(self, graphs: Collection[str], *, head: bool = False) -> str:
         """A hash of the actions of steps of 2 to `MOST` micro-batches; ranks that run one schedule
@@ -83,16 +142,32 @@ class Schedule:
                 found.setdefault(action.phase)
         return tuple(found)
 
-    def _checked(self, given: object) -> tuple[Action, ...]:
+    def _known(self, options: Mapping[str, object]) -> Mapping[str, object]:
+        parameters = inspect.signature(self.function).parameters
+        own = [name for name in parameters if name not in ("ranks", "micro_batches", "chunks")]
+        for name in options:
+            if name not in own:
+                raise InputError(
+                    f"schedule {self.name!r} has no option {name!r}",
+                    hint=nearest(name, own) if own else "it has none",
+                )
+        return options
+
+    def _checked(self, given: object, ranks: int) -> tuple[tuple[Action, ...], ...]:
         per_rank = given if isinstance(given, tuple) else ()
-        actions = per_rank[0] if len(per_rank) == 1 and isinstance(per_rank[0], tuple) else ()
-        if not actions or not all(isinstance(action, Action) for action in actions):
+        are_actions = all(
+            isinstance(actions, tuple) and actions and all(isinstance(a, Action) for a in actions)
+            for actions in per_rank
+        )
+        if len(per_rank) != ranks or not are_actions:
+            wanted = "one rank, not a tuple with one tuple" if ranks == 1 else (
+                f"{ranks} ranks, not a tuple with {ranks} tuples"
+            )  # fmt: skip
             raise InputError(
-                f"schedule {self.name!r} gave {given!r:.80} for one rank, not a tuple with one "
-                "tuple of actions",
+                f"schedule {self.name!r} gave {given!r:.80} for {wanted} of actions",
                 hint="return ((action, action, ...),), as in interlace/schedules/two_strand.py",
             )
-        return actions
+        return cast("tuple[tuple[Action, ...], ...]", per_rank)
 
 
 def find(schedule: str | ScheduleFunction) -> Schedule:
@@ -105,7 +180,9 @@ def find(schedule: str | ScheduleFunction) -> Schedule:
         return Schedule(own[0] if own[0] == own[2] else where, schedule)
     if ":" in schedule:
         return Schedule(schedule, cast("ScheduleFunction", load_function(schedule, "schedule")))
-    if schedule not in (known := names()):
+    known = names()
+    schedule = _ALSO.get(re.sub("[_ -]", "", schedule.lower()), schedule)
+    if schedule not in known:
         raise InputError(
             f"unknown schedule {schedule!r}",
             hint=f"{nearest(schedule, known)} A schedule of your own is 'module:function'.",

@@ -1,17 +1,25 @@
 """One micro-batch after the other: F1, B1, F2, B2, ... What plain gradient accumulation does."""
 
-from interlace.ir.actions import Action, backward, forward, together
+from interlace.ir.actions import Action
+from interlace.schedules.rank_writer import ChunkPasses, RankWriter
 
 
 def one_strand(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
-    """For each rank the same: every micro-batch forward, then backward, chunk by chunk."""
-    numbers: list[int | None] = list(range(chunks)) if chunks > 1 else [None]
-    actions = [
-        together(slot)
-        for index in range(1, micro_batches + 1)
-        for slot in (
-            *(forward(index, chunk) for chunk in numbers),
-            *(backward(index, chunk) for chunk in reversed(numbers)),
+    """Every micro-batch forward, then backward, chunk by chunk. On several ranks, of which rank r
+    has the chunks r, r + ranks, ..., only one of them computes at a time: what others are compared
+    with."""
+    total = ranks * chunks
+    return tuple(
+        _rank(
+            [ChunkPasses.of(number, total) for number in range(rank, total, ranks)], micro_batches
         )
-    ]
-    return (tuple(actions),) * ranks
+        for rank in range(ranks)
+    )
+
+
+def _rank(own: list[ChunkPasses], micro_batches: int) -> tuple[Action, ...]:
+    writer = RankWriter(micro_batches)
+    forwards = [chunk.forward for chunk in own]
+    backwards = [chunk.backward for chunk in reversed(own)]
+    writer.run_in_turn(*forwards, *backwards, times=micro_batches)
+    return writer.actions

@@ -9,15 +9,16 @@ from interlace.ir.actions import Action, backward, forward, together
 
 
 def two_strand(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
-    """For each rank the same. Raises InputError for fewer than two micro-batches, or for chunks,
-    of which `folded` takes two."""
+    """Raises InputError for fewer than two micro-batches, and for several chunks or ranks of a
+    pipeline, which `folded` takes."""
     if micro_batches < 2:
         raise InputError(
             f"two strands need at least two micro-batches per step, not {micro_batches}",
             hint="set train.micro_batches to 2 or more, or strands to 1",
         )
-    if chunks != 1:
-        raise InputError(f"two_strand runs one chunk on a rank, not {chunks}", hint="try folded")
+    if chunks != 1 or ranks != 1:
+        what = f"one chunk on a rank, not {chunks}" if chunks != 1 else f"one stage, not {ranks}"
+        raise InputError(f"two_strand runs {what}", hint="try folded")
     middle = [together(forward(k + 1), backward(k)) for k in range(1, micro_batches)]
     actions = (together(forward(1)), *middle, together(backward(micro_batches)))
-    return (actions,) * ranks
+    return (actions,)

@@ -1,100 +1,288 @@
-"""Proves of the actions of one rank that they can run, and that sums keep their order.
+"""Proves of the actions of all ranks that they can run, and that sums keep their order.
 
-Run in turn, every pass must find what it needs: a forward the chunk before, a backward its own
-forward and the chunk behind. Passes in one action share an issue order that is searched later, so
-none may need another. Gradients of a chunk are added micro-batch by micro-batch, in the order of
-their numbers: another order would give other bits than one strand.
+The actions are run once, rank beside rank, each as soon as it has what it needs: a forward the
+chunks that it reads, a backward its own forward and the chunks that read what it made. Passes in
+one action share an issue order that is searched later, so none may need another. Gradients of a
+chunk are added micro-batch by micro-batch, in the order of their numbers: another order would give
+other bits than one strand. What cannot go on is named: a pass before what it needs, or the ranks
+that wait for each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 
 from interlace.errors import InputError
 from interlace.ir.actions import Action, Direction, Share, Slot
+from interlace.ir.stage_messages import Edge, chain, chunks_of
 
-_Pass = tuple[Direction, int, int]
-"""(direction, chunk, micro-batch)."""
+Pass = tuple[str, int, int]
+"""(F, B, I or W; chunk; micro-batch)."""
+LETTERS = {
+    (Direction.FORWARD, Share.WHOLE): "F",
+    (Direction.BACKWARD, Share.WHOLE): "B",
+    (Direction.BACKWARD, Share.INPUT): "I",
+    (Direction.BACKWARD, Share.WEIGHT): "W",
+}
+"""What a schedule may name, and what the field calls it."""
+_WORDS = {
+    "F": "the forward",
+    "B": "the backward",
+    "I": "the gradients of inputs in the backward",
+    "W": "the gradients of weights in the backward",
+}
+"""How messages begin to speak of a pass."""
+
+
+class ScheduleError(InputError):
+    """A schedule that cannot run."""
+
+    def __init__(self, message: str, hint: str, places: Sequence[tuple[int, int]] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.places = tuple(places)
+        """(rank, index of its action) of what is wrong, for `schedules.grid`."""
 
 
 def check_actions(actions: Sequence[Action], *, micro_batches: int, chunks: int, name: str) -> None:
-    """Raise InputError, naming the schedule and the action, unless each pass of each micro-batch
-    through each chunk runs once, behind what it needs."""
-    done: set[_Pass] = set()
-    for number, action in enumerate(actions, 1):
-        where = f"schedule {name!r}, action {number} ({action})"
-        if not action.slots:
-            raise InputError(f"{where} runs nothing", hint="leave it out")
-        passes = [_pass(slot, micro_batches, chunks, where) for slot in action.slots]
-        for each in passes:
-            _check(each, done, passes, chunks, where)
-        walks = [(direction, chunk) for direction, chunk, _ in passes]
-        if len(set(walks)) < len(walks):
-            raise InputError(
-                f"{where} runs one graph for two micro-batches",
-                hint="put them into two actions: a strand's operators have one name each",
+    """Raise ScheduleError, naming the schedule and the action, unless each pass of each micro-batch
+    through each chunk runs once on this one rank, behind what it needs."""
+    check_ranks((actions,), micro_batches=micro_batches, chunks=chunks, name=name)
+
+
+def check_ranks(
+    ranks: Sequence[Sequence[Action]],
+    *,
+    micro_batches: int,
+    chunks: int,
+    name: str,
+    edges: Collection[Edge] | None = None,
+) -> tuple[int, ...]:
+    """The rank of each chunk. Raises ScheduleError unless each pass of each micro-batch through
+    each of the chunks of the model, which are counted over all ranks, runs once, on one rank for
+    each chunk, and the ranks come to their ends. `edges` say which chunk reads which, by default
+    each the one before."""
+    check = _Check(ranks, micro_batches, chunks, name, chain(chunks) if edges is None else edges)
+    check.each_action()
+    for _ in check.run():
+        pass
+    check.each_pass()
+    return tuple(check.rank_of[chunk] for chunk in range(chunks))
+
+
+def order_of_run(
+    ranks: Sequence[Sequence[Action]], edges: Collection[Edge]
+) -> Iterator[tuple[int, int]]:
+    """(rank, index of its action) in an order in which sound actions can run, ranks in turn."""
+    check = _Check(ranks, 0, 1 + max(chunks_of(ranks)), "", edges)
+    for rank, actions in enumerate(ranks):
+        check.where.update({pass_of(s): (rank, i) for i, a in enumerate(actions) for s in a.slots})
+    yield from check.run()
+
+
+def pass_of(slot: Slot) -> Pass:
+    """What a slot runs. A chunk without a number is chunk 0."""
+    strand = slot.strand
+    return LETTERS[strand.direction, strand.share], strand.chunk or 0, slot.micro_batch
+
+
+class _Check:
+    def __init__(
+        self,
+        ranks: Sequence[Sequence[Action]],
+        micro_batches: int,
+        chunks: int,
+        name: str,
+        edges: Collection[Edge],
+    ) -> None:
+        self.ranks = ranks
+        self.micro_batches = micro_batches
+        self.chunks = chunks
+        self.name = name
+        self.reads = {c: [source for source, to in edges if to == c] for c in range(chunks)}
+        self.read_by = {c: [to for source, to in edges if source == c] for c in range(chunks)}
+        self.where: dict[Pass, tuple[int, int]] = {}
+        """Where each pass runs."""
+        self.rank_of: dict[int, int] = {}
+        """By chunk."""
+        self.missing: list[Pass | None] = [None] * len(ranks)
+        """By rank: what its next action was seen to wait for."""
+        wrong = [(s, t) for s, t in edges if not 0 <= s < t < chunks]
+        if wrong:
+            raise ScheduleError(
+                f"chunk {wrong[0][1]} of {chunks} cannot read chunk {wrong[0][0]}",
+                "an edge goes from a chunk to a later one: there is no skip into the past",
             )
-        done.update(passes)
-    every = {
-        (direction, chunk, index)
-        for direction in Direction
-        for chunk in range(chunks)
-        for index in range(1, micro_batches + 1)
-    }
-    if missing := sorted(every - done):
-        raise InputError(
-            f"schedule {name!r} never runs {_words(missing[0])}",
-            hint=f"of {micro_batches} micro-batches each passes every chunk forward and backward",
+
+    def each_action(self) -> None:
+        """Check what can be said of each action alone, and note where passes and chunks are."""
+        for rank, actions in enumerate(self.ranks):
+            for index, action in enumerate(actions):
+                if not action.slots:
+                    raise self._error(rank, index, "runs nothing", "leave it out")
+                strands = [slot.strand for slot in action.slots]
+                if len(set(strands)) < len(strands):
+                    raise self._error(
+                        rank, index, "runs one graph for two micro-batches",
+                        "put them into two actions: a strand's operators have one name each",
+                    )  # fmt: skip
+                for slot in action.slots:
+                    self._note(slot, rank, index)
+
+    def each_pass(self) -> None:
+        """Check that every pass runs, forward, and backward whole or in halves."""
+        for index in range(1, self.micro_batches + 1):
+            for chunk in range(self.chunks):
+                for missing in (("F", chunk, index), *self._backwards(chunk, index)):
+                    if missing not in self.where:
+                        raise ScheduleError(
+                            f"schedule {self.name!r} never runs {words(missing)}",
+                            f"of {self.micro_batches} micro-batches each passes every chunk "
+                            "forward and backward",
+                        )
+
+    def run(self) -> Iterator[tuple[int, int]]:
+        """(rank, index) in the order of a run in which ranks take turns. Raises ScheduleError where
+        no rank can go on."""
+        at = [0] * len(self.ranks)
+        done: set[Pass] = set()
+        going = True
+        while going:
+            going = False
+            ready = [rank for rank in range(len(at)) if self._can_run(rank, at[rank], done)]
+            for rank in ready:
+                yield rank, at[rank]
+                done.update(pass_of(slot) for slot in self.ranks[rank][at[rank]].slots)
+                at[rank] += 1
+                going = True
+        if any(index < len(actions) for index, actions in zip(at, self.ranks, strict=True)):
+            raise self._stuck(at, done)
+
+    def _note(self, slot: Slot, rank: int, index: int) -> None:
+        strand, chunk = slot.strand, slot.strand.chunk or 0
+        if (strand.direction, strand.share) not in LETTERS:
+            raise self._error(
+                rank, index, f"runs {strand.text!r}, a share of a pass",
+                "a schedule names whole passes, or gradients of inputs and of weights; heads, ends "
+                "and what is exchanged once a step are added to it",
+            )  # fmt: skip
+        if not 1 <= slot.micro_batch <= self.micro_batches:
+            raise self._error(
+                rank, index, f"there is no micro-batch {slot.micro_batch} of {self.micro_batches}",
+                "micro-batches count from 1",
+            )  # fmt: skip
+        if (strand.chunk is None) != (self.chunks == 1) or not 0 <= chunk < self.chunks:
+            raise self._error(
+                rank, index, f"{strand.text!r} is not one of {self.chunks} chunks",
+                "chunks count from 0; with one chunk leave the number out",
+            )  # fmt: skip
+        if self.rank_of.setdefault(chunk, rank) != rank:
+            raise self._error(
+                rank, index, f"runs chunk {chunk}, which rank {self.rank_of[chunk]} has",
+                "each chunk lies on one rank",
+            )  # fmt: skip
+        found = pass_of(slot)
+        for other in _same_work(found):
+            if other in self.where:
+                again = "a second time" if other == found else "that it also runs in another way"
+                raise self._error(rank, index, f"runs {words(found)} {again}", "run each pass once")
+        self.where[found] = rank, index
+
+    def _backwards(self, chunk: int, micro_batch: int) -> tuple[Pass, ...]:
+        """The passes that a micro-batch's backward through a chunk consists of."""
+        halves = ("I", chunk, micro_batch), ("W", chunk, micro_batch)
+        is_cut = halves[0] in self.where or halves[1] in self.where
+        return halves if is_cut else (("B", chunk, micro_batch),)
+
+    def _needs(self, each: Pass) -> list[Pass]:
+        """What must have run before: its inputs and, for sums of gradients, the micro-batch
+        before."""
+        letter, chunk, number = each
+        if letter == "F":
+            return [("F", source, number) for source in self.reads[chunk]]
+        if letter == "W":
+            needs = [("I", chunk, number)]
+        else:
+            needs = [("F", chunk, number)]
+            needs += [self._backwards(reader, number)[0] for reader in self.read_by[chunk]]
+        if number > 1 and letter != "I":
+            needs.append(self._backwards(chunk, number - 1)[-1])
+        return needs
+
+    def _can_run(self, rank: int, index: int, done: set[Pass]) -> bool:
+        actions = self.ranks[rank]
+        if index == len(actions):
+            return False
+        first = self.missing[rank]
+        if first is not None and first not in done:
+            return False  # it still waits for what it waited for
+        for slot in actions[index].slots:
+            for need in self._needs(pass_of(slot)):
+                if need not in done:
+                    self.missing[rank] = need
+                    return False
+        self.missing[rank] = None
+        return True
+
+    def _stuck(self, at: Sequence[int], done: set[Pass]) -> ScheduleError:
+        """Why no rank can go on."""
+        waits: dict[int, tuple[Pass, Pass]] = {}
+        for rank, index in enumerate(at):
+            if index == len(self.ranks[rank]):
+                continue
+            passes = [pass_of(slot) for slot in self.ranks[rank][index].slots]
+            for each in passes:
+                for need in self._needs(each):
+                    if need in passes:
+                        return self._error(
+                            rank, index, f"runs {words(each)} beside {words(need)}, which it needs",
+                            "put them into two actions",
+                        )  # fmt: skip
+                    place = self.where.get(need)
+                    if place is None or (need not in done and place[0] == rank):
+                        never = ", which never runs" if place is None else ""
+                        return self._error(
+                            rank, index, f"runs {words(each)} before {words(need)}{never}",
+                            "turn them round", also=[place] if place else [],
+                        )  # fmt: skip
+                    if need not in done:
+                        waits.setdefault(rank, (each, need))
+        return self._cycle(at, waits)
+
+    def _cycle(self, at: Sequence[int], waits: dict[int, tuple[Pass, Pass]]) -> ScheduleError:
+        walk = [next(iter(waits))]
+        while (following := self.where[waits[walk[-1]][1]][0]) not in walk:
+            walk.append(following)
+        ring = [*walk[walk.index(following) :], following]
+        parts = [
+            f"rank {rank} cannot run {words(waits[rank][0])} (its action {at[rank] + 1}) before "
+            f"rank {other} has run {words(waits[rank][1])}"
+            for rank, other in pairwise(ring)
+        ]
+        return ScheduleError(
+            f"schedule {self.name!r} would never end: " + ", and ".join(parts),
+            "change the order of one of these ranks",
+            [(rank, at[rank]) for rank in ring[:-1]],
+        )
+
+    def _error(
+        self, rank: int, index: int, what: str, hint: str, also: Sequence[tuple[int, int]] = ()
+    ) -> ScheduleError:
+        number = f"action {index + 1} ({self.ranks[rank][index]})"
+        if len(self.ranks) > 1:
+            number = f"rank {rank}, {number}"
+        joined = ":" if what.startswith(("there", "'")) else ""
+        return ScheduleError(
+            f"schedule {self.name!r}, {number}{joined} {what}", hint, [(rank, index), *also]
         )
 
 
-def _pass(slot: Slot, micro_batches: int, chunks: int, where: str) -> _Pass:
-    strand, chunk = slot.strand, slot.strand.chunk or 0
-    if strand.share != Share.WHOLE:
-        raise InputError(
-            f"{where} runs {strand.text!r}, a share of a pass",
-            hint="a schedule names whole passes; heads, ends and what is exchanged once a step are "
-            "added to it",
-        )
-    if not 1 <= slot.micro_batch <= micro_batches:
-        raise InputError(
-            f"{where}: there is no micro-batch {slot.micro_batch} of {micro_batches}",
-            hint="micro-batches count from 1",
-        )
-    if (strand.chunk is None) != (chunks == 1) or chunk >= chunks:
-        raise InputError(
-            f"{where}: {strand.text!r} is not one of {chunks} chunks",
-            hint="chunks count from 0; with one chunk leave the number out",
-        )
-    return strand.direction, chunk, slot.micro_batch
+def _same_work(each: Pass) -> list[Pass]:
+    """The passes that would compute, in whole or in part, what this one does."""
+    letter, chunk, micro_batch = each
+    letters = {"F": "F", "B": "BIW", "I": "BI", "W": "BW"}[letter]
+    return [(other, chunk, micro_batch) for other in letters]
 
 
-def _check(each: _Pass, done: set[_Pass], beside: list[_Pass], chunks: int, where: str) -> None:
-    if each in done:
-        raise InputError(f"{where} runs {_words(each)} a second time", hint="run each pass once")
-    for needed in _needs(each, chunks):
-        if needed in beside:
-            raise InputError(
-                f"{where} runs {_words(each)} beside {_words(needed)}, which it needs",
-                hint="put them into two actions",
-            )
-        if needed not in done:
-            raise InputError(
-                f"{where} runs {_words(each)} before {_words(needed)}", hint="turn them round"
-            )
-
-
-def _needs(each: _Pass, chunks: int) -> list[_Pass]:
-    """What must have run before: its inputs and, for sums of gradients, the micro-batch before."""
-    direction, chunk, micro_batch = each
-    if direction == Direction.FORWARD:
-        return [(direction, chunk - 1, micro_batch)] if chunk else []
-    needs = [(Direction.FORWARD, chunk, micro_batch)]
-    if chunk + 1 < chunks:
-        needs.append((direction, chunk + 1, micro_batch))
-    if micro_batch > 1:
-        needs.append((direction, chunk, micro_batch - 1))
-    return needs
-
-
-def _words(each: _Pass) -> str:
-    direction, chunk, micro_batch = each
-    return f"the {direction} of micro-batch {micro_batch} through chunk {chunk}"
+def words(each: Pass) -> str:
+    """`the backward of micro-batch 1 through chunk 0`."""
+    letter, chunk, micro_batch = each
+    return f"{_WORDS[letter]} of micro-batch {micro_batch} through chunk {chunk}"

@@ -1,0 +1,173 @@
+"""Simulate a step of a pipeline: every action of every rank, and the messages between them.
+
+An action begins when its rank is free and what it reads has arrived, and takes the time of its
+passes, or of the pair if two strands run side by side. A message leaves when the action that made
+it ends; a link between two ranks carries one message at a time in each direction, beside compute.
+Times are those of whole passes, so this says what the order of actions costs, and
+`sim.simulated_step` what happens inside of one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from interlace.ir.actions import Action, Direction, Share, Slot
+from interlace.ir.graph import COMPUTE_LANE
+from interlace.ir.stage_messages import Edge, StageMessage, Wiring, chain
+from interlace.ir.timeline import WAIT, Span, Timeline
+from interlace.schedules.verify import order_of_run
+
+ACTION = "action"
+"""Kind of the spans in which a rank computes."""
+MESSAGE = "message"
+"""Kind of the spans on a link, on the lane of its sender `to N`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkCosts:
+    """What the passes of one chunk cost for one micro-batch."""
+
+    forward_ns: int
+    input_ns: int
+    """Gradients of inputs."""
+    weight_ns: int
+    """Gradients of weights; a whole backward takes both."""
+    saved_bytes: int = 0
+    """What a forward keeps for its backward."""
+    kept_bytes: int = 0
+    """What of it, and of what the gradients of inputs made, the gradients of weights need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineCosts:
+    """What a step costs. Times of pairs and messages that are not given: the sum of both passes,
+    and nothing."""
+
+    chunks: Sequence[ChunkCosts]
+    pairs_ns: Mapping[str, int] = field(default_factory=dict)
+    """By phase (`forward_0+backward_1`): the time of passes side by side."""
+    messages_ns: Mapping[Edge, int] = field(default_factory=dict)
+    """By edge: how long its tensors take from rank to rank, and their gradients back."""
+    edges: tuple[Edge, ...] | None = None
+    """Which chunk reads which; by default each the one before."""
+
+    def action_ns(self, action: Action) -> int:
+        """How long an action takes."""
+        alone = sum(self._pass_ns(slot) for slot in action.slots)
+        return self.pairs_ns.get(action.phase, alone) if len(action.slots) > 1 else alone
+
+    def _pass_ns(self, slot: Slot) -> int:
+        chunk = self.chunks[slot.strand.chunk or 0]
+        if slot.strand.direction == Direction.FORWARD:
+            return chunk.forward_ns
+        first = chunk.input_ns if slot.strand.share != Share.WEIGHT else 0
+        return first + (chunk.weight_ns if slot.strand.share != Share.INPUT else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStep:
+    """What a step of a pipeline would do."""
+
+    timelines: tuple[Timeline, ...]
+    """One for each rank."""
+    peak_bytes: tuple[int, ...]
+    """By rank: the most that saved values take at a time."""
+    peak_chunks: tuple[int, ...]
+    """By rank: the most forwards whose values are kept at a time."""
+
+    @property
+    def step_ns(self) -> int:
+        """From the first start to the last end."""
+        return max(timeline.length_ns for timeline in self.timelines)
+
+    @property
+    def bubble_ns(self) -> tuple[int, ...]:
+        """By rank: the time of the step in which it does not compute."""
+        return tuple(self.step_ns - _busy_ns(timeline) for timeline in self.timelines)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all ranks' time in which they do not compute."""
+        return sum(self.bubble_ns) / (len(self.timelines) * self.step_ns) if self.step_ns else 0.0
+
+
+def simulate_pipeline(
+    ranks: Sequence[Sequence[Action]], costs: PipelineCosts, label: str = "predicted"
+) -> PipelineStep:
+    """The step that these actions make. They are sound (`schedules.verify`)."""
+    edges = chain(len(costs.chunks)) if costs.edges is None else costs.edges
+    wiring = Wiring(ranks, edges)
+    free = [0] * len(ranks)
+    links: dict[tuple[int, int], int] = {}
+    arrived: dict[StageMessage, int] = {}
+    spans: list[list[Span]] = [[] for _ in ranks]
+    for rank, index in order_of_run(ranks, edges):
+        action = ranks[rank][index]
+        needed = wiring.needed(action)
+        start = max([free[rank], *(arrived[message] for message in needed)])
+        end = start + costs.action_ns(action)
+        numbers = _Numbers(action)
+        if start > free[rank]:
+            spans[rank].append(numbers.span(WAIT, COMPUTE_LANE, free[rank], start))
+        spans[rank].append(numbers.span(ACTION, COMPUTE_LANE, start, end))
+        free[rank] = end
+        for message in wiring.sent(action):
+            to = wiring.rank_of[message.to]
+            begin = max(end, links.get((rank, to), 0))
+            forward = message.direction == Direction.FORWARD
+            edge = (message.source, message.to) if forward else (message.to, message.source)
+            arrived[message] = links[rank, to] = begin + costs.messages_ns.get(edge, 0)
+            spans[rank].append(
+                Span(
+                    str(message), MESSAGE, f"to {to}", begin, arrived[message],
+                    str(message.direction), message.micro_batch, issue_ns=end,
+                )
+            )  # fmt: skip
+    peaks = [_peak(actions, costs) for actions in ranks]
+    return PipelineStep(
+        tuple(Timeline(label, rank, tuple(each)) for rank, each in enumerate(spans)),
+        tuple(most for most, _ in peaks),
+        tuple(count for _, count in peaks),
+    )
+
+
+def _peak(actions: Sequence[Action], costs: PipelineCosts) -> tuple[int, int]:
+    """(bytes, forwards): the most that is kept at a time. What an action saves is there from its
+    start, what it needs no more is freed at its end."""
+    now, count, most, many = 0, 0, 0, 0
+    for action in actions:
+        ends = 0
+        for slot in action.slots:
+            chunk = costs.chunks[slot.strand.chunk or 0]
+            share = slot.strand.share
+            if slot.strand.direction == Direction.FORWARD:
+                now, count = now + chunk.saved_bytes, count + 1
+            elif share == Share.INPUT:
+                now += max(0, chunk.kept_bytes - chunk.saved_bytes)
+        most, many = max(most, now), max(many, count)
+        for slot in action.slots:
+            chunk = costs.chunks[slot.strand.chunk or 0]
+            share = slot.strand.share
+            if slot.strand.direction == Direction.BACKWARD:
+                if share == Share.INPUT:
+                    now -= max(0, chunk.saved_bytes - chunk.kept_bytes)
+                else:
+                    now -= chunk.kept_bytes if share == Share.WEIGHT else chunk.saved_bytes
+                    ends += 1
+        count -= ends
+    return most, many
+
+
+def _busy_ns(timeline: Timeline) -> int:
+    return sum(span.duration_ns for span in timeline.spans if span.kind == ACTION)
+
+
+class _Numbers:
+    """What the spans of an action are called."""
+
+    def __init__(self, action: Action) -> None:
+        self._name = str(action)
+        self._strand = "+".join(dict.fromkeys(s.strand.shown for s in action.slots))
+        self._micro_batch = action.slots[0].micro_batch
+
+    def span(self, kind: str, lane: str, start: int, end: int) -> Span:
+        return Span(self._name, kind, lane, start, end, self._strand, self._micro_batch)
