@@ -39,13 +39,7 @@ class ScheduleError(InputError):
     def __init__(self, message: str, hint: str, places: Sequence[tuple[int, int]] = ()) -> None:
         super().__init__(message, hint=hint)
         self.places = tuple(places)
-        """(rank, index of its action) of what is wrong, for `schedules.grid`."""
-
-
-def check_actions(actions: Sequence[Action], *, micro_batches: int, chunks: int, name: str) -> None:
-    """Raise ScheduleError, naming the schedule and the action, unless each pass of each micro-batch
-    through each chunk runs once on this one rank, behind what it needs."""
-    check_ranks((actions,), micro_batches=micro_batches, chunks=chunks, name=name)
+        """(rank, index in its list) of what is wrong, for `schedules.grid`."""
 
 
 def check_ranks(
