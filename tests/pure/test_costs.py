@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_ir_graph import CHAIN, operator
 
@@ -143,6 +143,7 @@ def test_a_line_is_found_again(at_zero: float, slope: float, powers: set[int]) -
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)), min_size=1, max_size=8))
+@example([(0, 94906266), (1, 0)])
 def test_no_fit_is_negative(samples: list[tuple[int, int]]) -> None:
     """Whatever was measured: neither a negative latency nor a negative bandwidth."""
     line = fit_line(samples)

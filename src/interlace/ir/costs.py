@@ -47,6 +47,8 @@ def fit_line(samples: Sequence[tuple[float, float]]) -> Line | None:
     if len({work for work, _ in samples}) == 1:
         return proportional
     determinant = ones * squares - works**2
+    if determinant <= 0:  # one sample outweighs all others by more than a float can tell
+        return proportional
     line = Line(
         (times * squares - products * works) / determinant,
         (ones * products - works * times) / determinant,
