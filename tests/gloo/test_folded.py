@@ -18,6 +18,8 @@ from interlace.ir.actions import Action, backward, forward, strands_of, together
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.runtime.candidates import in_chunks
 from interlace.runtime.traced_strands import Strands
+from interlace.schedules.gpipe import gpipe
+from interlace.schedules.interleaved import interleaved
 from interlace.step import Step
 from interlace.train.optimizer import build_optimizer
 from interlace.train.step_runners import planned_step
@@ -186,10 +188,21 @@ class Dropped(torch.nn.Module):
         return x.square().mean()
 
 
-def test_folded_with_dropout_on_one_rank() -> None:
-    """Masks follow from seeds, so they are those of one strand in either half."""
+def four_chunks(ranks: int, micro_batches: int, chunks: int = 4) -> tuple[tuple[Action, ...], ...]:
+    """Interleaved 1F1B of one rank."""
+    return interleaved(ranks, micro_batches, chunks)
+
+
+def three_chunks(ranks: int, micro_batches: int, chunks: int = 3) -> tuple[tuple[Action, ...], ...]:
+    """All forwards, then all backwards, chunk by chunk."""
+    return gpipe(ranks, micro_batches, chunks)
+
+
+def test_chunks_with_dropout_on_one_rank() -> None:
+    """Masks follow from seeds, so they are those of one strand in every chunk, of two and more."""
     seen = []
-    for schedule in ("one_strand", "folded"):
+    schedules = ("one_strand", "folded", "eager_folded", "gpipe", three_chunks, four_chunks)
+    for schedule in schedules:
         torch.manual_seed(1)
         model = Dropped()
         batches = [(torch.randn(4, 8),) for _ in range(3)]
@@ -198,13 +211,17 @@ def test_folded_with_dropout_on_one_rank() -> None:
         )
         loss = step(batches)
         seen.append({**gradients_of(model), "loss": loss})
-    assert same(*seen)
+        chunks = step.executor.schedule.chunks
+        assert len(step.strands.parts) == 2 * chunks
+        assert all(part.operators for part in step.strands.parts.values())
+    for found in seen[1:]:
+        assert same(seen[0], found)
 
 
 def test_graphs_too_small_to_fold_are_refused() -> None:
     """By name, and with what to do."""
     model = torch.nn.Linear(2, 1, bias=False)
-    with pytest.raises(InputError, match="too few to fold") as caught:
+    with pytest.raises(InputError, match="too few for 2 chunks") as caught:
         interlace.compile_step(
             model, lambda m, x: m(x).sum(), (torch.ones(1, 2),), schedule="folded", config=QUICK
         )

@@ -18,6 +18,8 @@ CARRIED = "carried"
 """Role of a value that one part of a graph hands to the other."""
 SAVED = "saved"
 """Role of a value that a forward keeps for its backward."""
+HANDED = (SAVED, CARRIED)
+"""Roles of what one strand of a micro-batch hands to another."""
 LOSS = Binding("loss", "loss")
 """The output that a micro-batch is judged by."""
 
@@ -44,16 +46,16 @@ class GraphPart:
     def split(self, at: int) -> "tuple[GraphPart, GraphPart]":
         """(head, rest): the first `at` operators, whose outputs are what is handed over, and the
         others, which have it as inputs of role `carried` and give the outputs of this part, which
-        must be a whole graph."""
+        must be a whole graph or the rest of one."""
         strand, names = self.strand, list(self.operators)
         head = {name: self.operators[name] for name in names[:at]}
         rest = {name: self.operators[name] for name in names[at:]}
         carried = _handed_over(strand, frozenset(head.values()), rest)
         reads = _reads(head.values())
-        later = _reads((*rest.values(), *self.outputs))
+        later = _reads((*rest.values(), *self.outputs)).union(self.outputs)
         given = tuple(Binding(CARRIED, node.name) for node in carried)
         first = {n: b for n, b in self.inputs.items() if n in reads}
-        second = {n: b for n, b in self.inputs.items() if b.role != SAVED or n in later}
+        second = {n: b for n, b in self.inputs.items() if b.role not in HANDED or n in later}
         return (
             GraphPart(strand, head, first, carried, given),
             GraphPart(

@@ -5,15 +5,15 @@ strands hide a collective of one under the other without slices, and slices cost
 each packs or loads the weight again, 5 to 7 % of a matmul in slices of 128 rows on a CPU. The ends
 of a step have no other strand beside them, and there decomposition hides what nothing else can.
 
-To fold the graphs of a rank into two chunks, each walk is cut in two, and one half runs at a time.
-
-The front half is what comes first in a forward, and last in a backward. Both graphs are cut where
-half of their arithmetic is done. A cut changes no operator and no order within a graph, so bits
-stay what they are.
+To run a rank's model in chunks, each walk is cut into as many, and one of them runs at a time. The
+first chunk is what comes first in a forward, and last in a backward. Both graphs are cut where
+equal shares of their arithmetic are done. A cut changes no operator and no order within a graph, so
+bits stay what they are.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from interlace.config import Passes
 from interlace.decompose.rewrite.apply import Decompose
@@ -30,20 +30,12 @@ from interlace.search.planner import make_plan
 from interlace.search.problem import MemoryLimits
 from interlace.sim.simulated_step import simulate_step
 
-HALVES = 2
-"""Chunks of a folded model."""
-
 
 def in_chunks(strands: Strands, chunks: int) -> Strands:
-    """`strands` as so many chunks, 1 or 2. Raises InputError for another number, for graphs too
-    small to cut, and where the ends of a step have graphs of their own."""
+    """`strands` as so many chunks. Raises InputError for graphs too small to cut, and where the
+    ends of a step have graphs of their own."""
     if chunks == 1:
         return strands
-    if chunks != HALVES:
-        raise InputError(
-            f"the graphs of a rank can be folded into {HALVES} chunks, not {chunks}",
-            hint="give the schedule's parameter chunks the default 1 or 2",
-        )
     parts: dict[str, GraphPart] = {}
     op_graphs: dict[str, OpGraph] = {}
     for name, graph in strands.op_graphs.items():
@@ -56,31 +48,38 @@ def in_chunks(strands: Strands, chunks: int) -> Strands:
                 f"the graph {name!r} cannot be folded",
                 hint='set overlap.passes to "all", or overlap.decompose to "off"',
             )
-        numbers = (0, 1) if found.direction == Direction.FORWARD else (1, 0)
-        at = half(graph)
+        forward = found.direction == Direction.FORWARD
+        numbers = range(chunks) if forward else range(chunks - 1, -1, -1)
         labels = [replace(found, chunk=number).label for number in numbers]
-        parts.update(zip(labels, strands.parts[name].split(at), strict=True))
-        for label, part in zip(labels, cut(graph, at), strict=True):
-            op_graphs[label] = replace(part, name=label)
+        part, rest, taken = strands.parts[name], graph, 0
+        for label, end in zip(labels, cuts(graph, chunks), strict=False):
+            parts[label], part = part.split(end - taken)
+            first, rest = cut(rest, end - taken)
+            op_graphs[label], taken = replace(first, name=label), end
+        parts[labels[-1]], op_graphs[labels[-1]] = part, replace(rest, name=labels[-1])
     return replace(strands, parts=parts, op_graphs=op_graphs)
 
 
-def half(graph: OpGraph) -> int:
-    """How many operators, in their order, do half of the arithmetic of `graph`.
+def cuts(graph: OpGraph, chunks: int) -> list[int]:
+    """How many operators, in their order, stand before each cut of `graph` into so many chunks with
+    equal shares of the arithmetic, each of one operator at least.
 
-    Raises InputError if it has fewer than two operators."""
+    Raises InputError if it has fewer operators than that."""
     count = len(graph.operators)
-    if count < HALVES:
+    if count < chunks:
         raise InputError(
-            f"the graph {graph.name!r} has {count} operators, too few to fold",
-            hint="use schedule two_strand or one_strand",
+            f"the graph {graph.name!r} has {count} operators, too few for {chunks} chunks",
+            hint="use a schedule with fewer chunks: two_strand and one_strand have one",
         )
-    total, done = sum(op.flops for op in graph.operators), 0
-    for index, op in enumerate(graph.operators[:-1], 1):
-        done += op.flops
-        if total and HALVES * done >= total:
-            return index
-    return count // HALVES
+    total = sum(op.flops for op in graph.operators)
+    done = list(accumulate(op.flops for op in graph.operators))
+    found: list[int] = []
+    for number in range(1, chunks):
+        wanted = next((i for i, flops in enumerate(done, 1) if chunks * flops >= number * total), 0)
+        at = wanted if total else number * count // chunks
+        least, most = (found[-1] if found else 0) + 1, count - (chunks - number)
+        found.append(min(max(at, least), most))
+    return found
 
 
 LEAST_GAIN = 0.03

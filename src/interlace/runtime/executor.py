@@ -15,7 +15,7 @@ from torch import Tensor
 from interlace.errors import InputError
 from interlace.graphs.dropout import no_dropout
 from interlace.graphs.lower import Lowered, lower
-from interlace.graphs.parts import CARRIED, LOSS, SAVED, GraphPart
+from interlace.graphs.parts import HANDED, LOSS, GraphPart
 from interlace.graphs.strides import restrided
 from interlace.graphs.trace import Binding
 from interlace.ir.actions import (
@@ -35,8 +35,6 @@ from interlace.schedules.finder import Schedule, find
 
 Batch = tuple[Tensor, ...]
 """The inputs of one micro-batch; those of a language model are tokens and targets."""
-_HANDED = (SAVED, CARRIED)
-"""Roles of what one strand of a micro-batch hands to another."""
 
 
 def lower_plan(
@@ -188,7 +186,7 @@ def _last_readers(parts: Mapping[str, GraphPart]) -> dict[Binding, set[str]]:
     found: dict[Binding, set[str]] = {}
     for label in sorted_labels(parts):
         for binding in parts[label].inputs.values():
-            if binding.role not in _HANDED:
+            if binding.role not in HANDED:
                 continue
             if strand(label).share == Share.END:
                 found.setdefault(binding, set()).add(label)
@@ -223,7 +221,7 @@ class StepRun:
         for (label, name), value in zip(lowered.outputs, made, strict=True):
             if name == LOSS:
                 self.losses[micro_batch[label]] = value
-            elif name.role in _HANDED:
+            elif name.role in HANDED:
                 self.handed[micro_batch[label], name] = value
 
     def outputs(self, lowered: Lowered, micro_batch: Mapping[str, int]) -> Sequence[Any]:
@@ -232,7 +230,7 @@ class StepRun:
         for label, binding in lowered.inputs:
             if binding.role == "batch":
                 inputs.append(self.batches[micro_batch[label] - 1][int(binding.target)])
-            elif binding.role in _HANDED:
+            elif binding.role in HANDED:
                 inputs.append(self._take(label, binding, micro_batch[label]))
             else:
                 inputs.append(self.executor.constant(binding.role, binding.target))
