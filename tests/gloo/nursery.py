@@ -1,9 +1,8 @@
-"""Forks ranks from processes that have imported torch and traced a module: importing it takes most
-of a short test, and the first trace of a process takes 0.5 s more than the second.
+"""Forks ranks from processes that have imported torch: importing it takes most of a short test.
 
 Two such processes serve a pytest session, each with a hash seed of its own, as ranks of a real job
-have: ranks with an even number come from one of them, the others from the other. They do nothing
-else that a rank could notice: no process group, no random number. On Linux only.
+have: ranks with an even number come from one of them, the others from the other. What they import
+is torch, nothing of ours. On Linux only.
 
     pytest  --socket-->  server  --fork-->  rank
 """
@@ -33,10 +32,6 @@ PRELOADED = (
     "torch._functorch.aot_autograd",
     "torch.testing._internal.distributed.fake_pg",
     "torch.utils.flop_counter",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "interlace.api",
-    "interlace.train.opening",
 )
 _START_S = 60.0
 
@@ -147,7 +142,6 @@ def serve() -> None:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):  # another version of torch: the rank imports it
             __import__(name)
-    _trace_once()
     # Ranks do not collect what they share: at the end of each, that took up to 2 s.
     gc.collect()
     gc.freeze()
@@ -175,26 +169,6 @@ def serve() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     os._exit(0)
-
-
-def _trace_once() -> None:
-    """Fill the tables that torch makes at a process's first trace."""
-    import torch
-    import tqdm
-
-    from interlace.graphs.trace import trace_chunk
-
-    tqdm.tqdm.monitor_interval = 0  # else its thread starts, which a fork would lose
-    torch.set_num_threads(1)
-
-    class Chunk(torch.nn.Sequential):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return super().forward(tokens).mean()
-
-    with torch.random.fork_rng(devices=[]):
-        layers = torch.nn.Embedding(8, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1)
-        trace_chunk(Chunk(*layers), (torch.zeros(2, 3, dtype=torch.long),))
-    torch._dynamo.reset()
 
 
 def _report(client: socket.socket, alive: set[int]) -> None:
