@@ -23,8 +23,9 @@ def test_all_schedules_beside_each_other(capsys, tmp_path):
     assert steps["one_f_one_b"] == steps["gpipe"] == 15_000_000
     assert steps["one_strand"] == 24_000_000
     assert list(steps.values()) == sorted(steps.values())
-    assert [line.split()[0] for line in lines[4:]] == list(steps)
+    assert [line.split()[0] for line in lines[4 : 4 + len(steps)]] == list(steps)
     assert "two_strand" not in steps
+    assert lines[-1] == "left out: two_strand runs one stage, not 2"
 
 
 def test_one_schedule_as_grid_and_picture(capsys, tmp_path):

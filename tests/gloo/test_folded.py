@@ -218,6 +218,30 @@ def test_chunks_with_dropout_on_one_rank() -> None:
         assert same(seen[0], found)
 
 
+def test_chunks_of_an_unmodified_model_of_transformers() -> None:
+    """A GPT-2 whose head is tied to its embedding, in two, three and four chunks."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    torch.manual_seed(1)
+    batches = [(torch.randint(64, (2, 8)), torch.randint(64, (2, 8))) for _ in range(4)]
+    seen = []
+    for schedule in ("one_strand", "folded", three_chunks, four_chunks):
+        torch.manual_seed(2)
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **ends)).eval()
+        step = interlace.compile_step(
+            model, logits_loss, batches[0], schedule=schedule, config=QUICK
+        )
+        seen.append({"loss": step(batches), **gradients_of(model)})
+    for found in seen[1:]:
+        assert same(seen[0], found)
+
+
+def logits_loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(x).logits.flatten(0, 1), y.flatten())
+
+
 def test_graphs_too_small_to_fold_are_refused() -> None:
     """By name, and with what to do."""
     model = torch.nn.Linear(2, 1, bias=False)

@@ -4,7 +4,7 @@ send forward_0>1 2 to rank 1         activations of micro-batch 2, from chunk 0 
 receive backward_1>0 2 from rank 1   their gradients
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from interlace.ir.actions import Action, Direction, Share, Slot
@@ -88,26 +88,20 @@ class Wiring:
     def sent(self, action: Action) -> list[StageMessage]:
         """What other ranks need of an action: of a forward its outputs, of a backward the gradients
         of its inputs."""
-        found = []
-        for slot, chunk in _with_messages(action):
-            forward = slot.strand.direction == Direction.FORWARD
-            others = (self._readers if forward else self._read).get(chunk, ())
-            found += [
-                StageMessage(slot.strand.direction, chunk, o, slot.micro_batch) for o in others
-            ]
-        return found
+        return [
+            StageMessage(slot.strand.direction, chunk, other, slot.micro_batch)
+            for slot, chunk in _with_messages(action)
+            for other in _others(slot, chunk, self._readers, self._read)
+        ]
 
     def needed(self, action: Action) -> list[StageMessage]:
         """What an action needs of other ranks: a forward what it reads, a backward the gradients of
         what its forward made."""
-        found = []
-        for slot, chunk in _with_messages(action):
-            forward = slot.strand.direction == Direction.FORWARD
-            others = (self._read if forward else self._readers).get(chunk, ())
-            found += [
-                StageMessage(slot.strand.direction, o, chunk, slot.micro_batch) for o in others
-            ]
-        return found
+        return [
+            StageMessage(slot.strand.direction, other, chunk, slot.micro_batch)
+            for slot, chunk in _with_messages(action)
+            for other in _others(slot, chunk, self._read, self._readers)
+        ]
 
 
 def _with_messages(action: Action) -> list[tuple[Slot, int]]:
@@ -116,3 +110,14 @@ def _with_messages(action: Action) -> list[tuple[Slot, int]]:
     return [
         (slot, slot.strand.chunk or 0) for slot in action.slots if slot.strand.share != Share.WEIGHT
     ]
+
+
+def _others(
+    slot: Slot,
+    chunk: int,
+    forward: Mapping[int, list[int]],
+    backward: Mapping[int, list[int]],
+) -> Sequence[int]:
+    """The chunks at the other ends: gradients go back the way that activations came."""
+    is_forward = slot.strand.direction == Direction.FORWARD
+    return (forward if is_forward else backward).get(chunk, ())

@@ -39,9 +39,11 @@ def show_all(
     if picture is not None:
         raise InputError("a picture shows one schedule", hint="name it, as interlace schedule 1F1B")
     find("gpipe").of_ranks(ranks, micro_batches)  # refuses numbers below 1
-    rows = compared(ranks, micro_batches, times)
+    rows, left_out = compared(ranks, micro_batches, times)
     print(f"{ranks} ranks, {micro_batches} micro-batches, by simulation\n")
     print(comparison_table(rows))
+    for reason in left_out.values():
+        print(f"\nleft out: {reason}")
     _write_json(json, ranks, micro_batches, rows)
     return 0
 

@@ -116,16 +116,20 @@ def row_of(name: str, chunks: int, found: PipelineStep) -> PipelineRow:
     )
 
 
-def compared(ranks: int, micro_batches: int, times: StageTimes) -> tuple[PipelineRow, ...]:
-    """All schedules of the package that run on so many ranks, the fastest first."""
-    rows = []
+def compared(
+    ranks: int, micro_batches: int, times: StageTimes
+) -> tuple[tuple[PipelineRow, ...], dict[str, str]]:
+    """All schedules of the package that run on so many ranks, the fastest first; and why the others
+    do not, by name."""
+    rows, left_out = [], {}
     for schedule in map(find, names()):
         try:
             found = simulated(schedule, ranks, micro_batches, times)
-        except InputError:
-            continue  # two_strand is no pipeline
-        rows.append(row_of(schedule.name, schedule.chunks, found))
-    return tuple(sorted(rows, key=lambda row: (row.step_ns, row.peak_micro_batches)))
+        except InputError as error:
+            left_out[schedule.name] = error.message
+        else:
+            rows.append(row_of(schedule.name, schedule.chunks, found))
+    return tuple(sorted(rows, key=lambda row: (row.step_ns, row.peak_micro_batches))), left_out
 
 
 def comparison_table(rows: Sequence[PipelineRow]) -> str:
