@@ -7,7 +7,7 @@ Gbit/s, worked out apart from this code.
 from itertools import permutations, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reshard_worlds import one_to_many, paper_case
 
@@ -181,6 +181,7 @@ def test_what_cannot_be_proved_is_said() -> None:
         max_size=6,
     )
 )
+@example(demands=[(1, (4,)), (1, (0, 1)), (4, (0, 1, 2)), (4, (0, 1, 2, 3))])
 def test_least_load_is_the_fractional_optimum(
     demands: list[tuple[int, tuple[int, ...]]],
 ) -> None:

@@ -12,7 +12,7 @@ neither hold nor need a slice do not relay it.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import floor
+from math import floor, lcm
 
 from interlace.hardware.topology import Topology
 from interlace.reshard.planning.ends import Links
@@ -42,7 +42,7 @@ def least_load(demands: Iterable[Demand]) -> int:
     sets = list(merged.items())
     everywhere = {place for places, _ in sets for place in places}
     load = max(-(-sum(merged.values()) // len(everywhere)), *(-(-n // len(p)) for p, n in sets))
-    if _even_load(sets) <= load:
+    if _fits_evenly(sets, load):
         return load
     while True:
         tight = _overloaded(sets, load)
@@ -106,13 +106,15 @@ def _devices_ns(bundles: Sequence[Bundle], topology: Topology) -> int:
     return max((floor(1e9 * size / rate(rank)) for rank, size in into.items()), default=0)
 
 
-def _even_load(sets: Sequence[tuple[tuple[int, ...], int]]) -> int:
-    """The largest load when every demand is shared evenly."""
-    loads: dict[int, float] = {}
+def _fits_evenly(sets: Sequence[tuple[tuple[int, ...], int]], load: int) -> bool:
+    """Whether no place carries more than `load` when every demand is shared evenly; in whole
+    numbers, as a rounded share would pass for less than it is."""
+    parts = lcm(*(len(places) for places, _ in sets))
+    loads: dict[int, int] = {}
     for places, amount in sets:
         for place in places:
-            loads[place] = loads.get(place, 0.0) + amount / len(places)
-    return int(max(loads.values()))
+            loads[place] = loads.get(place, 0) + amount * (parts // len(places))
+    return max(loads.values()) <= load * parts
 
 
 def _overloaded(sets: Sequence[tuple[tuple[int, ...], int]], load: int) -> list[int]:
