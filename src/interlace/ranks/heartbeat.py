@@ -274,12 +274,13 @@ class Ring:
         return True
 
     def acknowledge(self, verdict: Verdict) -> None:
-        """Counts this rank as one that knows. Rank 0 gives the others a heartbeat to read."""
+        """Counts this rank as one that knows. Rank 0 gives the others 2.5 heartbeats to read: one
+        may pass before they look, and a loaded machine delayed a look by half of one more."""
         self._store.add("seen", 1)
         if self._rank != 0:
             return
         expected = self._world_size - (verdict.rank not in (0, None))
-        give_up = time.monotonic() + 1.5 * self._limits.heartbeat_s
+        give_up = time.monotonic() + 2.5 * self._limits.heartbeat_s
         while self._store.add("seen", 0) < expected and time.monotonic() < give_up:
             time.sleep(_SEEN_POLL_S)
 

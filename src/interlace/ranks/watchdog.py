@@ -281,7 +281,7 @@ class Watchdog:
 
     def _end_soon(self) -> None:
         """Bounds what follows an error: tearing down a group can block for ever as well."""
-        self._told.wait(timeout=2 * self._limits.heartbeat_s)
+        self._told.wait(timeout=3 * self._limits.heartbeat_s)
         self._heart.join(timeout=_GRACE_S)
         if self._heart.is_alive():
             # It hangs in the store, in C++. If it came back while the interpreter shuts down,

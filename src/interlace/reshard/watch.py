@@ -123,7 +123,7 @@ class PeerRing:
         self._store.add("seen", 1)
         if self._hosts_store:
             others = len(self._people) - (verdict.rank not in (0, None))
-            self._reaches("seen", others, 1.5 * HEARTBEAT_S)
+            self._reaches("seen", others, 2.5 * HEARTBEAT_S)
 
     def pause_s(self) -> float:
         """Time until the next round: a heartbeat, or less if a peer is dead before."""
