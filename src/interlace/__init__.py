@@ -44,16 +44,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace.api import Step, compile_step
+    from interlace.api import Step, clip_grad_norm_, compile_step
     from interlace.reshard import ReshardPlan, reshard
 
-__all__ = ["ReshardPlan", "Step", "__version__", "compile_step", "reshard"]
+__all__ = ["ReshardPlan", "Step", "__version__", "clip_grad_norm_", "compile_step", "reshard"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     """The public names, imported when they are first asked for."""
-    if name in ("Step", "compile_step"):
+    if name in ("Step", "clip_grad_norm_", "compile_step"):
         from interlace import api  # noqa: PLC0415 - imports torch
 
         return getattr(api, name)

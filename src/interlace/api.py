@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,20 +20,33 @@ from interlace.compiled import CachedTimes, Compilation, Constants, StepSettings
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
 from interlace.errors import InputError
 from interlace.graphs.wide_sums import wide_sums
+from interlace.ir.plan import Plan
 from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import DataLayout
-from interlace.ranks.agree import check_agreement, refused_together
+from interlace.parallel.local_parts import local
+from interlace.parallel.meshes import PIPELINE_AXIS
+from interlace.ranks.agree import check_contents, refused_together
 from interlace.ranks.determinism import check_current, warn_of_other_bits
 from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.candidates import Candidates, trace_candidates
+from interlace.runtime.clipping import total_norm
 from interlace.runtime.gradients import ParameterGradients
+from interlace.runtime.handovers import Handovers
 from interlace.runtime.memory_limit import memory_limits
-from interlace.runtime.mesh_axes import axis_of_group, data_rank_of, replicas_of
+from interlace.runtime.mesh_axes import (
+    axis_of_group,
+    data_rank_of,
+    pipeline_of,
+    replica_group,
+    replicas_of,
+)
 from interlace.runtime.module_tree import refuse_gradient_hooks
 from interlace.runtime.same_module import ModuleAgreement
+from interlace.runtime.stage_link import StageLink
 from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
-from interlace.runtime.traced_strands import build_strands
-from interlace.schedules.finder import Schedule, ScheduleFunction, find
+from interlace.runtime.traced_strands import Strands, build_strands
+from interlace.schedules.finder import Schedule, ScheduleFunction, find, sequential
+from interlace.schedules.stage import StageSchedule
 from interlace.step import Draws, Step
 
 Batch = tuple[Tensor, ...]
@@ -50,6 +64,7 @@ def compile_step(
     config: PlanConfig | None = None,
     overlap: OverlapConfig | None = None,
     per_rank: Collection[str] = (),
+    split_at: Sequence[str] = (),
 ) -> "Step":
     """A step of `module` whose micro-batches are interleaved in a planned order.
 
@@ -59,9 +74,12 @@ def compile_step(
     `dp_replicate`, whose ranks hold equal weights and see different data. `strands=1` runs the
     same graphs one micro-batch after the other. `schedule` takes the place of `strands`:
     `one_strand`, `two_strand`, `folded`, or a function of your own (docs/concepts/schedules.md),
-    itself or as `"module:function"`. `config` says how the order is found, `overlap` whether
-    collectives are cut into sends under partial matmuls (default: they are left whole).
-    Masks of dropout follow from torch's seed at this call, and the step and micro-batch.
+    itself or as `"module:function"`. An axis `pp` of `mesh` is a pipeline: its ranks run the chunks
+    of such a schedule, each builds the whole module, and afterwards has gradients of its own stage.
+    Chunks have equal shares of the arithmetic, or begin with the sub-modules that `split_at` names,
+    without the first. `config` says how the order is found, `overlap` whether collectives are cut
+    into sends under partial matmuls (default: they are left whole). Masks of dropout follow from
+    torch's seed at this call, and the step and micro-batch.
     `per_rank` names plain parameters and buffers (patterns, as `"experts.*"`) of which each rank
     holds its own; all others must be equal on all ranks of `mesh`, as `Step.check_ranks` says.
 
@@ -77,36 +95,56 @@ def compile_step(
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
     chunk = ModuleWithLoss(module, loss_fn)
     with refused_together():
-        found = _schedule(schedule, strands)
+        found = _schedule(schedule, strands, pipeline_of(mesh))
         check_example(example_inputs)
         check_current(example_inputs[0].device)
         check_wrappers(module)
         refuse_gradient_hooks(chunk)
         alike = ModuleAgreement(module, mesh, per_rank)
     alike.check_software(loss_fn)
-    has_double = any(p.dtype == torch.float64 for p in module.parameters())
-    dtype = torch.float64 if has_double else torch.float32
+    dtype = _type_of_sums(module)
     # Where times decide what is decomposed, ranks exchange them while they trace.
     with nullcontext() if overlap.decompose == "auto" else refused_together():
         data = replicas_of(chunk, mesh, dtype)
-        candidates = _traced(chunk, example_inputs, mesh, data, dtype, overlap, found)
-        whole = candidates.whole
-        check_loss(whole)
+        link = _link(chunk, mesh, example_inputs)
+        traced = _traced(chunk, example_inputs, mesh, data, dtype, overlap)
+        whole = (candidates := traced(schedule=found, split_at=split_at)).whole
+        check_loss(whole.measured)
         assert whole.reads is not None
         binding = ModuleBinding(chunk, whole.reads, example_inputs[0].device)
     alike.check_traced(whole)
+    has_replicas = replica_group(chunk, mesh) is not None
     gradients = ParameterGradients(
-        chunk, whole.parameters, whole.placements, dtype, replicas=data is not None
+        chunk, whole.held_parameters, whole.placements, dtype, replicas=has_replicas
     )
-    limits = memory_limits(RunConfig(plan=config), chunk, data)
-    settings = StepSettings(plan=config, overlap=overlap, limits=limits)
     times = _times(config, example_inputs, gradients.constants)
-    compilation = Compilation(candidates, settings, times)
+    compilation = Compilation(candidates, _settings(config, overlap, chunk, data), times)
     tensors = UserModule(chunk, gradients, binding, example_inputs, alike)
-    step = _step(compilation, found, tensors, data_rank_of(mesh, whole))
-    check_agreement(step.digests)
+    step = _step(compilation, found, tensors, data_rank_of(mesh, whole), link)
+    check_contents(step.contents)
     warn_of_other_bits(step.nondeterminism)
     return step
+
+
+def clip_grad_norm_(step: Step, max_norm: float) -> Tensor:
+    """Scale the gradients of a step so that the norm of all of them is at most `max_norm`; returns
+    the norm before that, in float64.
+
+    As `torch.nn.utils.clip_grad_norm_`, which in a pipeline sees the stage of one rank only. Here
+    every stage counts, and a weight that several ranks hold counts once. Collective over the ranks
+    of the pipeline, and over those that share a parameter."""
+    tensors = step.tensors
+    if not isinstance(tensors, UserModule):
+        raise InputError(
+            f"clip_grad_norm_ takes a step of compile_step, not one of {type(tensors).__name__}",
+            hint="interlace train clips by train.clip_norm",
+        )
+    norm = tensors.norm(step.strands.handovers, step.link)
+    held = tensors.gradients(step.strands.held_parameters)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in held:
+        local(gradient).mul_(scale.to(local(gradient).dtype))
+    return norm
 
 
 class UserModule:
@@ -131,6 +169,17 @@ class UserModule:
     def constants(self) -> Constants:
         """Parameters and gradient sums, by (role, target)."""
         return self._gradients.constants
+
+    def gradients(self, names: Collection[str]) -> list[Tensor]:
+        """Those of these parameters, after a step."""
+        return self._gradients.given(names)
+
+    def norm(self, handovers: Handovers | None, link: StageLink | None) -> Tensor:
+        """That of all gradients of the model."""
+        names = [name for role, name in self.constants if role == "gradient"]
+        if handovers is not None and link is not None:
+            names = [name for name in names if handovers.owner(name) == handovers.rank]
+        return total_norm(self.gradients(names), link, self._example[0].device)
 
     def begin(self, batches: Sequence[Batch]) -> bool:
         """Whether parameters or buffers were replaced. Raises InputError for micro-batches unlike
@@ -171,28 +220,62 @@ def _traced(
     data: DataLayout | None,
     dtype: torch.dtype,
     overlap: OverlapConfig,
-    schedule: Schedule,
-) -> Candidates:
+) -> Callable[..., Candidates]:
+    """Traces by a schedule, whose chunks begin where the user says."""
     device = example[0].device
     trace = partial(
         build_strands, chunk, example, axis_of_group(mesh), data=data, buffer_dtype=dtype,
         wide_sums=wide_sums(device), watch=True,
     )  # fmt: skip
-    return trace_candidates(
+    return partial(
+        trace_candidates,
         lambda decompose: trace(decompose=decompose),
         decompose_of(overlap, device),
         overlap.passes,
-        schedule=schedule,
     )
 
 
-def _schedule(schedule: str | ScheduleFunction, strands: int) -> Schedule:
+def _schedule(
+    schedule: str | ScheduleFunction, strands: int, pipeline: dist.ProcessGroup | None
+) -> Schedule:
     """The schedule that was asked for, whose actions can run."""
     if strands not in (1, 2):
         raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
-    found = find(schedule or ("one_strand", "two_strand")[strands - 1])
+    if pipeline is None:
+        found = find(schedule or ("one_strand", "two_strand")[strands - 1])
+    else:
+        ranks = dist.get_world_size(pipeline)
+        if not schedule:
+            raise InputError(
+                f"mesh has an axis {PIPELINE_AXIS} of {ranks} ranks, and no schedule is named",
+                hint="give compile_step(schedule=...): one_f_one_b, eager_one_f_one_b, "
+                "interleaved, zb_h1, zb_v, dual_pipe_v, folded or eager_folded",
+            )
+        named = find(schedule)
+        rank = dist.get_rank(pipeline)
+        found = StageSchedule(named.name, named.function, ranks=ranks, rank=rank)
     found.phases(found.graphs)
     return found
+
+
+def _type_of_sums(module: nn.Module) -> torch.dtype:
+    has_double = any(p.dtype == torch.float64 for p in module.parameters())
+    return torch.float64 if has_double else torch.float32
+
+
+def _link(module: nn.Module, mesh: DeviceMesh | None, example: Batch) -> StageLink | None:
+    """The way to the other stages, and to the replicas of this one."""
+    group = pipeline_of(mesh)
+    if group is None:
+        return None
+    return StageLink(group, example[0].device, replicas=replica_group(module, mesh))
+
+
+def _settings(
+    config: PlanConfig, overlap: OverlapConfig, chunk: nn.Module, data: DataLayout | None
+) -> StepSettings:
+    limits = memory_limits(RunConfig(plan=config), chunk, data)
+    return StepSettings(plan=config, overlap=overlap, limits=limits)
 
 
 def _times(config: PlanConfig, example: Batch, constants: Constants) -> CachedTimes:
@@ -201,8 +284,19 @@ def _times(config: PlanConfig, example: Batch, constants: Constants) -> CachedTi
     return CachedTimes(example=example, constants=constants, plan=config, link=link, say=say)
 
 
+def _plan(compilation: Compilation, strands: Strands, schedule: Schedule) -> Plan:
+    """Nothing is measured for a stage where all ranks run one strand at a time."""
+    if schedule.is_alone or schedule.interleaves:
+        return compilation.plan(strands, schedule)
+    return sequential(strands.op_graphs, schedule)
+
+
 def _step(
-    compilation: Compilation, schedule: Schedule, tensors: UserModule, data_rank: int
+    compilation: Compilation,
+    schedule: Schedule,
+    tensors: UserModule,
+    data_rank: int,
+    link: StageLink | None,
 ) -> Step:
     """The step by this schedule: in traced order, by the user's own plan, or by measured times."""
     draws = Draws(seed=torch.initial_seed(), data_rank=data_rank)
@@ -212,7 +306,10 @@ def _step(
     else:
         given = compilation.given_plan()
         strands = compilation.chosen(given)
-        plan = given or compilation.plan(strands, schedule)
+        if isinstance(schedule, StageSchedule):
+            assert strands.handovers is not None
+            schedule = schedule.with_edges(strands.handovers.edges)
+        plan = given or _plan(compilation, strands, schedule)
         plan = compilation.checked(plan, strands)
     costs = compilation.tables.get(strands.digest)
-    return Step(strands, plan, tensors, schedule=schedule, draws=draws, costs=costs)
+    return Step(strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link)

@@ -107,7 +107,7 @@ class Compilation:
             ends = self.candidates.ends
             measured = strands if ends is None else self.candidates.whole
             if measured.digest not in self.tables:
-                self.tables[measured.digest] = self._times(measured)
+                self.tables[measured.digest] = self._times(measured.measured)
             self.tables[strands.digest] = self.tables[measured.digest]
         return self.tables[strands.digest]
 

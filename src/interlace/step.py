@@ -15,9 +15,11 @@ from interlace.ir.actions import Action
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
+from interlace.ranks.agree import Content
 from interlace.ranks.determinism import nondeterminism
 from interlace.runtime.executor import Batch, StepExecutor
 from interlace.runtime.recorder import Clock, Recorder, clock_for
+from interlace.runtime.stage_link import StageLink
 from interlace.runtime.traced_strands import Strands
 from interlace.schedules.finder import Schedule
 
@@ -85,9 +87,10 @@ class Step:
         schedule: Schedule | None = None,
         draws: Draws = NO_DRAWS,
         costs: CostTable | None = None,
+        link: StageLink | None = None,
     ) -> None:
-        """`schedule` is looked up by the plan's name if it is not given. Raises InputError for a
-        plan that cannot run."""
+        """`schedule` is looked up by the plan's name if it is not given; `link` leads to the other
+        ranks of a pipeline. Raises InputError for a plan that cannot run."""
         self.strands = strands
         self.plan = plan
         self.costs = costs
@@ -95,8 +98,9 @@ class Step:
         self.losses = []
         self.number = 1
         self.draws = draws
-        self.executor: StepExecutor = strands.executor(plan, tensors.constants, schedule)
+        self.executor: StepExecutor = strands.executor(plan, tensors.constants, schedule, link)
         self.tensors = tensors
+        self.link = link
         self._device = next(iter(tensors.constants.values())).device
         self.nondeterminism = nondeterminism(self._device)
 
@@ -140,6 +144,20 @@ class Step:
             "plan": self.plan.digest,
             "schedule": schedule.digest(self.strands.parts, head=head),
         }
+
+    @property
+    def contents(self) -> list[Content]:
+        """The same for ranks of which some run other stages of a model."""
+        handovers = self.strands.handovers
+        stage = "" if handovers is None else f"stage {handovers.rank}"
+        part = {"plan": stage, "schedule": ""}
+        return [
+            Content(
+                name=repr(name), digest=text.encode(), shown=repr(text), layout=name,
+                part=part[name],
+            )
+            for name, text in self.digests.items()
+        ]  # fmt: skip
 
     def seeds(self, micro_batch: int) -> Tensor:
         """Seeds of the masks that a micro-batch of the next step gets, counted from 0."""

@@ -25,7 +25,11 @@ from interlace.rules import check, resolve_layout
 
 SHELL = ("sh", "bash", "console")
 NOT_RUN = {
-    "docs/concepts/pipelines.md": ["writes into docs/pictures", "shows an error"],
+    "docs/concepts/pipelines.md": [
+        "writes into docs/pictures",
+        "needs two processes",
+        "shows an error",
+    ],
     "docs/guides/lab.md": ["needs root"],
     "docs/guides/models.md": ["needs the weights of a model of 8 billion parameters"],
     "docs/guides/one-gpu.md": ["needs a GPU"],

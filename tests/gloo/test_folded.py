@@ -16,7 +16,7 @@ import interlace
 from interlace.errors import InputError
 from interlace.ir.actions import Action, backward, forward, strands_of, together
 from interlace.ir.plan import PhasePlan, Plan
-from interlace.runtime.candidates import in_chunks
+from interlace.runtime.chunks import in_chunks, one_rank
 from interlace.runtime.traced_strands import Strands
 from interlace.schedules.gpipe import gpipe
 from interlace.schedules.interleaved import interleaved
@@ -33,7 +33,7 @@ LAYOUTS = ("zero3x2 tp2", "zero1x2 tp2")
 
 def fold(strands: Strands, seed: int) -> tuple[Strands, Plan]:
     """Two chunks, and a valid plan that no search would make."""
-    halves = in_chunks(strands, 2)
+    halves = in_chunks(strands, one_rank(2))
     graphs = phase_graphs(halves.op_graphs, schedule="folded")
     phases = {name: PhasePlan(random_order(graph, seed), 0, 0) for name, graph in graphs.items()}
     return halves, Plan("random", halves.digest, "-", "folded", phases)
@@ -243,11 +243,18 @@ def logits_loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tor
 
 
 def test_graphs_too_small_to_fold_are_refused() -> None:
-    """By name, and with what to do."""
+    """By name, and with what to do. One whose backward of a chunk is empty is not too small."""
     model = torch.nn.Linear(2, 1, bias=False)
+    batches = [(torch.tensor([[1.0, 2.0]]),)] * 2
+    step = interlace.compile_step(
+        model, lambda m, x: m(x).sum(), batches[0], schedule="folded", config=QUICK
+    )
+    step(batches)
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[1.0, 2.0]]
     with pytest.raises(InputError, match="too few for 2 chunks") as caught:
         interlace.compile_step(
-            model, lambda m, x: m(x).sum(), (torch.ones(1, 2),), schedule="folded", config=QUICK
+            model, lambda m, x: m(x).view(()), (torch.ones(1, 2),), schedule="folded", config=QUICK
         )
     assert "two_strand" in str(caught.value.hint)
 

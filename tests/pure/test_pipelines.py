@@ -27,7 +27,7 @@ from interlace.schedules.schedule_text import read_schedule, write_schedule
 from interlace.schedules.sends_receives import check_messages, with_messages, without_messages
 from interlace.schedules.torch_csv import from_csv, to_csv
 from interlace.schedules.verify import ScheduleError, check_ranks
-from interlace.sim.pipeline import ChunkCosts, PipelineCosts, PipelineStep, simulate_pipeline
+from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, PipelineStep, simulate_pipeline
 
 PIPELINES = [name for name in names() if name != "two_strand"]
 """Those that run on several ranks."""

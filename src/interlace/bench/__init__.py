@@ -22,5 +22,8 @@ reshard_rivals.py      what a user of plain PyTorch does today
 reshard_world.py       its program: one rank on hosts of a lab
 reshard_rows.py        its rows and tables
 reshard_picture.py     its picture: effective bandwidth by case and method
+pipeline.py            schedules of pipelines on our runtime and on that of PyTorch
+pipeline_world.py      its program: one rank that runs steps by all ways, in turns
+pipeline_rivals.py     a step on PyTorch's own pipeline runtime
 results.py             the form of every result: rows, environment, table, JSON file
 """

@@ -29,6 +29,8 @@ buffers.py            memory of a graph that several operators fill
 writer.py             operators written into a graph, moved and erased
 strides.py            where elements lie: what a trace saw, and what comes
 parts.py              what one phase runs when it does not run all of a strand
+chunk_places.py       in which chunk of a model each operator runs
+chunk_parts.py        the parts of a walk that chunks run
 lower.py              strands in a planned order -> one executable graph
 collectives.py        functional collectives become asynchronous c10d calls
 gloo_messages.py      gloo's row-moving collectives as messages

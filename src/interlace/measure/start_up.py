@@ -76,16 +76,25 @@ def open_profiler(
     device_type: str,
     constants: Mapping[tuple[str, str], Tensor],
 ) -> Profiler:
-    """A profiler of this chunk. Gradients go to scratch copies of those in `constants`."""
+    """A profiler of this chunk. Gradients go to scratch copies of those in `constants`; a rank of
+    a pipeline has none for the weights of other stages."""
     scratch = {
-        key: torch.zeros_like(tensor) if "gradient" in key[0] else tensor
-        for key, tensor in constants.items()
+        (binding.role, binding.target): zeros_for(node.meta["val"], batch[0].device)
+        for part in strands.parts.values()
+        for node, binding in part.inputs.items()
+        if "gradient" in binding.role
     }
+    scratch |= {key: tensor for key, tensor in constants.items() if "gradient" not in key[0]}
     if strands.takes_seeds:
         batch = (*batch, seeds_for(0, step=0, micro_batch=0))
     executor = strands.executor(strands.sequential, scratch)
     executor.lowered = lower_plan(strands.parts, strands.sequential, late_waits=False)
     return Profiler(strands, executor, batch, clock_for(device_type))
+
+
+def zeros_for(like: Tensor, device: torch.device) -> Tensor:
+    """Zeros that lie in memory like a fake tensor."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).zero_()
 
 
 def profile_strands(

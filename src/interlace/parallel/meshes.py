@@ -12,6 +12,8 @@ from interlace.config import ParallelConfig
 
 REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "cp", "tp"
 """Names of the mesh axes, from the outermost to the innermost."""
+PIPELINE_AXIS = "pp"
+"""The axis of a user's mesh whose ranks run the stages of a pipeline."""
 
 
 @dataclass(frozen=True)

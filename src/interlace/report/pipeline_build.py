@@ -25,7 +25,7 @@ from interlace.schedules.schedule_text import read_schedule, write_schedule
 from interlace.schedules.sends_receives import check_messages, with_messages, without_messages
 from interlace.schedules.torch_csv import from_csv, to_csv
 from interlace.schedules.verify import ScheduleError, check_ranks
-from interlace.sim.pipeline import simulate_pipeline
+from interlace.sim.pipeline_step import simulate_pipeline
 from interlace.text import milliseconds, percent
 
 _READERS = {".txt": read_schedule, ".csv": from_csv}

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 from interlace.ir.actions import Action
 from interlace.report.theme import LIGHT, Theme
 from interlace.schedules.verify import pass_of
-from interlace.sim.pipeline import ACTION, PipelineStep
+from interlace.sim.pipeline_step import ACTION, PipelineStep
 from interlace.text import milliseconds, percent
 
 DOTS_PER_IN = 200

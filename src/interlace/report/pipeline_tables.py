@@ -10,7 +10,7 @@ from interlace.ir.actions import Action
 from interlace.ir.stage_messages import chain
 from interlace.schedules.eager_folded import depth_for
 from interlace.schedules.finder import Schedule, find, names
-from interlace.sim.pipeline import ChunkCosts, PipelineCosts, PipelineStep, simulate_pipeline
+from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, PipelineStep, simulate_pipeline
 from interlace.text import aligned, milliseconds, percent
 
 _MS = 1e6

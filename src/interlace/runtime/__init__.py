@@ -1,18 +1,23 @@
 """Plans run on real processes.
 
-traced_strands.py  from a laid-out module to graphs that can be planned and run
-candidates.py      graphs to choose from: passes decomposed or whole, folded or not
-executor.py        one optimizer step, action by action, operators issued in plan order
-recorder.py        a lowered graph run operator by operator, with times
-eager_recorder.py  eager autograd as a timeline
-gradients.py       buffers that graphs add to, handed out as `parameter.grad`
-step_inputs.py     what a user gives to a step, checked
-mesh_axes.py       what the axes of a user's mesh mean for a step
-same_module.py     what ranks that compile a module must hold alike
-binding.py         a step is bound to what it was compiled for
-module_tree.py     whether the tree of modules is still the same
-module_tensors.py  which parameters and buffers were replaced since
-memory_limit.py    what a rank holds beside values, and how much a plan may add
-peak_memory.py     peak memory of one step, as it is
-rival.py           a plan by PyTorch's own overlap scheduler, to compare with
+traced_strands.py     from a laid-out module to graphs that can be planned and run
+candidates.py         graphs to choose from: passes decomposed or whole, folded or not
+chunks.py             graphs of a model cut into those of its chunks, which ranks share
+handovers.py          what chunks hand to each other
+executor.py           one optimizer step, action by action, operators issued in plan order
+pipeline_executor.py  the same on a rank of a pipeline, with what it sends and receives
+stage_link.py         tensors on their way between the ranks of a pipeline
+recorder.py           a lowered graph run operator by operator, with times
+eager_recorder.py     eager autograd as a timeline
+gradients.py          buffers that graphs add to, handed out as `parameter.grad`
+clipping.py           the norm of gradients that lie on several ranks
+step_inputs.py        what a user gives to a step, checked
+mesh_axes.py          what the axes of a user's mesh mean for a step
+same_module.py        what ranks that compile a module must hold alike
+binding.py            a step is bound to what it was compiled for
+module_tree.py        whether the tree of modules is still the same
+module_tensors.py     which parameters and buffers were replaced since
+memory_limit.py       what a rank holds beside values, and how much a plan may add
+peak_memory.py        peak memory of one step, as it is
+rival.py              a plan by PyTorch's own overlap scheduler, to compare with
 """

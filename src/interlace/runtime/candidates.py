@@ -4,83 +4,25 @@ Either all passes of a step run decomposed, or only the first forward and the la
 strands hide a collective of one under the other without slices, and slices cost time: the matmul of
 each packs or loads the weight again, 5 to 7 % of a matmul in slices of 128 rows on a CPU. The ends
 of a step have no other strand beside them, and there decomposition hides what nothing else can.
-
-To run a rank's model in chunks, each walk is cut into as many, and one of them runs at a time. The
-first chunk is what comes first in a forward, and last in a backward. Both graphs are cut where
-equal shares of their arithmetic are done. A cut changes no operator and no order within a graph, so
-bits stay what they are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from interlace.config import Passes
 from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
-from interlace.graphs.parts import GraphPart
-from interlace.ir.actions import Direction, Share, Strand, steady_phase, strand
+from interlace.ir.actions import Direction, Share, Strand, steady_phase
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
-from interlace.ir.phases import cut
 from interlace.ir.plan import Plan
+from interlace.runtime.chunks import Placement, in_chunks, one_rank
 from interlace.runtime.traced_strands import FORWARD, Strands
 from interlace.schedules.finder import Schedule
+from interlace.schedules.stage import StageSchedule
 from interlace.search.planner import make_plan
 from interlace.search.problem import MemoryLimits
 from interlace.sim.simulated_step import simulate_step
-
-
-def in_chunks(strands: Strands, chunks: int) -> Strands:
-    """`strands` as so many chunks. Raises InputError for graphs too small to cut, and where the
-    ends of a step have graphs of their own."""
-    if chunks == 1:
-        return strands
-    parts: dict[str, GraphPart] = {}
-    op_graphs: dict[str, OpGraph] = {}
-    for name, graph in strands.op_graphs.items():
-        found = strand(name)
-        if found.share == Share.ONCE:
-            parts[name], op_graphs[name] = strands.parts[name], graph
-            continue
-        if found.share != Share.WHOLE or found.chunk is not None:
-            raise InputError(
-                f"the graph {name!r} cannot be folded",
-                hint='set overlap.passes to "all", or overlap.decompose to "off"',
-            )
-        forward = found.direction == Direction.FORWARD
-        numbers = range(chunks) if forward else range(chunks - 1, -1, -1)
-        labels = [replace(found, chunk=number).label for number in numbers]
-        part, rest, taken = strands.parts[name], graph, 0
-        for label, end in zip(labels, cuts(graph, chunks), strict=False):
-            parts[label], part = part.split(end - taken)
-            first, rest = cut(rest, end - taken)
-            op_graphs[label], taken = replace(first, name=label), end
-        parts[labels[-1]], op_graphs[labels[-1]] = part, replace(rest, name=labels[-1])
-    return replace(strands, parts=parts, op_graphs=op_graphs)
-
-
-def cuts(graph: OpGraph, chunks: int) -> list[int]:
-    """How many operators, in their order, stand before each cut of `graph` into so many chunks with
-    equal shares of the arithmetic, each of one operator at least.
-
-    Raises InputError if it has fewer operators than that."""
-    count = len(graph.operators)
-    if count < chunks:
-        raise InputError(
-            f"the graph {graph.name!r} has {count} operators, too few for {chunks} chunks",
-            hint="use a schedule with fewer chunks: two_strand and one_strand have one",
-        )
-    total = sum(op.flops for op in graph.operators)
-    done = list(accumulate(op.flops for op in graph.operators))
-    found: list[int] = []
-    for number in range(1, chunks):
-        wanted = next((i for i, flops in enumerate(done, 1) if chunks * flops >= number * total), 0)
-        at = wanted if total else number * count // chunks
-        least, most = (found[-1] if found else 0) + 1, count - (chunks - number)
-        found.append(min(max(at, least), most))
-    return found
-
 
 LEAST_GAIN = 0.03
 """Share of its time that a phase of two strands must be predicted to gain before slices run there
@@ -119,13 +61,21 @@ def trace_candidates(
     *,
     schedule: Schedule,
     plain: bool = False,
+    split_at: Sequence[str] = (),
 ) -> Candidates:
     """What can be chosen for a run by this schedule; with `plain` graphs where nothing is
     decomposed are among them in any case. `trace` is called once or twice, on all ranks alike.
+    `split_at` names the sub-modules with which chunks begin, but the first.
 
     Raises InputError if the ends alone cannot run decomposed and `passes` asks for it."""
-    if schedule.chunks > 1:
-        return _folded(trace, decompose, passes, schedule, plain=plain)
+    if schedule.chunks > 1 or schedule.cuts_backwards or not schedule.is_alone:
+        return _folded(trace, decompose, passes, schedule, split_at, plain=plain)
+    if split_at:
+        raise InputError(
+            f"split_at names {len(split_at)} sub-modules, and schedule {schedule.name!r} has one "
+            "chunk",
+            hint="take a schedule with chunks, such as folded",
+        )
     everywhere = trace(decompose)
     if decompose is None or everywhere.listing is None or not everywhere.listing.decomposed:
         return Candidates(plain=everywhere, all=everywhere, ends=None)
@@ -151,6 +101,7 @@ def _folded(
     decompose: Decompose | None,
     passes: Passes,
     schedule: Schedule,
+    split_at: Sequence[str],
     *,
     plain: bool,
 ) -> Candidates:
@@ -161,11 +112,21 @@ def _folded(
             "chunks on a rank",
             hint='set overlap.passes to "all"',
         )
-    everywhere = in_chunks(trace(decompose), schedule.chunks)
+    placement = _placement(schedule, split_at)
+    everywhere = in_chunks(trace(decompose), placement)
     whole = everywhere
     if plain and decompose is not None:
-        whole = in_chunks(trace(None), schedule.chunks)
+        whole = in_chunks(trace(None), placement)
     return Candidates(plain=whole, all=everywhere, ends=None)
+
+
+def _placement(schedule: Schedule, split_at: Sequence[str]) -> Placement:
+    if isinstance(schedule, StageSchedule):
+        return Placement(
+            rank_of=schedule.rank_of, rank=schedule.rank, halves=schedule.cuts_backwards,
+            split_at=tuple(split_at),
+        )  # fmt: skip
+    return one_rank(schedule.chunks, halves=schedule.cuts_backwards, split_at=split_at)
 
 
 def with_ends(plain: Strands, decomposed: Strands) -> Strands:

@@ -7,6 +7,8 @@ have the same bits.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from interlace.ir.actions import (
     Share,
     Strand,
     labels_of,
-    sorted_labels,
     strand,
     strands_of,
 )
@@ -35,6 +36,10 @@ from interlace.schedules.finder import Schedule, find
 
 Batch = tuple[Tensor, ...]
 """The inputs of one micro-batch; those of a language model are tokens and targets."""
+_BACKWARD_SHARES = (Share.WHOLE, Share.INPUT, Share.WEIGHT)
+"""How a backward may be run."""
+_NOBODY: frozenset[str] = frozenset()
+"""Readers of a value that no strand is given."""
 
 
 def lower_plan(
@@ -112,8 +117,8 @@ class StepExecutor:
         self._actions: dict[int, tuple[Action, ...]] = {}
         self._strides = _batch_strides(parts)
         self._tangent = _tangent(parts, next(iter(constants.values())).device)
-        self.last_reader = _last_readers(parts)
-        """The strand after which a value that was handed over is needed no more."""
+        self.readers = _readers(parts)
+        """The strands of a micro-batch that need each value that is handed over."""
 
     def rebind(self, constants: Mapping[tuple[str, str], Tensor]) -> None:
         """From now on graphs' inputs stand for these, which are like those before."""
@@ -180,19 +185,32 @@ class StepExecutor:
         return self._tangent if role == "tangent" else self._constants[role, target]
 
 
-def _last_readers(parts: Mapping[str, GraphPart]) -> dict[Binding, set[str]]:
-    """By value that is handed over: the last strand of a micro-batch's walk that reads it, and the
-    one that runs in its place at the end of a step."""
+def _readers(parts: Mapping[str, GraphPart]) -> dict[Binding, frozenset[str]]:
+    """By value that is handed over: the strands of a micro-batch that read it. One that runs in
+    the place of another at the end of a step counts as that one."""
     found: dict[Binding, set[str]] = {}
-    for label in sorted_labels(parts):
-        for binding in parts[label].inputs.values():
-            if binding.role not in HANDED:
-                continue
-            if strand(label).share == Share.END:
-                found.setdefault(binding, set()).add(label)
-            else:
-                found[binding] = {label}
-    return found
+    for label, part in parts.items():
+        for binding in part.inputs.values():
+            if binding.role in HANDED:
+                found.setdefault(binding, set()).add(_usual(label))
+    return {binding: frozenset(labels) for binding, labels in found.items()}
+
+
+def _usual(label: str) -> str:
+    """The label of the strand that runs where it is not the end of a step."""
+    found = strand(label)
+    return replace(found, share=Share.WHOLE).label if found.share == Share.END else label
+
+
+@lru_cache(maxsize=256)
+def _done_by(label: str) -> frozenset[str]:
+    """The readers that a strand is or makes needless: a backward runs whole or in halves."""
+    found = strand(label)
+    if found.direction == Direction.FORWARD:
+        return frozenset({_usual(label)})
+    whole, *halves = (replace(found, share=share).label for share in _BACKWARD_SHARES)
+    is_half = found.share in (Share.INPUT, Share.WEIGHT)
+    return frozenset({label, whole} if is_half else {_usual(label), *halves})
 
 
 class StepRun:
@@ -208,6 +226,8 @@ class StepRun:
         """By micro-batch, which counts from 1."""
         self.handed: dict[tuple[int, Binding], Any] = {}
         """What strands of a micro-batch hand to later ones."""
+        self._left: dict[tuple[int, Binding], set[str]] = {}
+        """Those that have still to read it."""
 
     def action(self, action: Action) -> None:
         """Run one action. Values leave the store with their last reader, so they die at their last
@@ -239,8 +259,13 @@ class StepRun:
         return self.recorder.run(lowered, inputs, micro_batch)
 
     def _take(self, label: str, binding: Binding, micro_batch: int) -> Any:
-        """A value that was handed over; it leaves the store unless a later strand reads it."""
-        last = self.executor.last_reader.get(binding)
-        if last is None or label in last:
-            return self.handed.pop((micro_batch, binding))
-        return self.handed[micro_batch, binding]
+        """A value that was handed over; it leaves the store with the last that reads it, as
+        schedules run gradients of weights when they like."""
+        readers, key = self.executor.readers.get(binding, _NOBODY), (micro_batch, binding)
+        if len(readers) > 1:
+            left = self._left.setdefault(key, set(readers))
+            left -= _done_by(label)
+            if left:
+                return self.handed[key]
+            del self._left[key]
+        return self.handed.pop(key)

@@ -1,6 +1,6 @@
 """Gradients of a user's own module: buffers that graphs add to, handed out as `parameter.grad`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,12 @@ class ParameterGradients:
                 self._layouts[parameter] = placements[name] or parameter.placements
             self.constants["gradient", name] = self._buffers[parameter]
         self._before: dict[nn.Parameter, Tensor | None] = {}
+
+    def given(self, names: Collection[str]) -> list[Tensor]:
+        """The gradients of these parameters, after a step; each once."""
+        chosen = {self._parameters[name] for name in names if ("gradient", name) in self.constants}
+        found = [each.grad for each in self._buffers if each in chosen]
+        return [gradient for gradient in found if gradient is not None]
 
     def rebind(self, module: nn.Module) -> None:
         """Take over the parameters of `module`, of which some were replaced by others of the same

@@ -1,6 +1,7 @@
 """What the axes of a user's mesh mean for a step: names of lanes, replicas, who sees which data."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -11,7 +12,7 @@ from interlace.graphs.collectives import group_of, is_collective
 from interlace.graphs.spread import ranks_of
 from interlace.ir.actions import Share, strand
 from interlace.parallel.data import Axis, DataLayout, replicated_layout
-from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS
+from interlace.parallel.meshes import PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS
 from interlace.runtime.traced_strands import Strands
 
 
@@ -26,8 +27,19 @@ def axis_of_group(mesh: DeviceMesh | None) -> dict[str, str]:
 def replicas_of(
     module: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype
 ) -> DataLayout | None:
-    """How gradients are summed over ranks that hold the same weights; None if there are none, or
-    if parameters lie on that axis themselves and so say how their gradients add up."""
+    """How graphs sum gradients over ranks that hold the same weights; None if there are none, or if
+    parameters lie on that axis themselves and so say how their gradients add up. In a pipeline it
+    is not the graphs that sum them."""
+    group = replica_group(module, mesh)
+    if group is None or pipeline_of(mesh) is not None:
+        return None
+    axis = Axis(str(group.group_name), dist.get_world_size(group))
+    return replicated_layout(module, axis, dtype, bucket_mib=ParallelConfig().bucket_mib)
+
+
+def replica_group(module: nn.Module, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The ranks of those, this one among them. Raises InputError for a mesh whose ranks are to
+    share weights."""
     names = (mesh.mesh_dim_names if mesh is not None else None) or ()
     on_axis = {
         name
@@ -49,13 +61,21 @@ def replicas_of(
         )
     if mesh is None or sizes.get(REPLICATE_AXIS, 1) == 1:
         return None
-    axis = Axis(str(mesh.get_group(REPLICATE_AXIS).group_name), sizes[REPLICATE_AXIS])
-    return replicated_layout(module, axis, dtype, bucket_mib=ParallelConfig().bucket_mib)
+    return mesh.get_group(REPLICATE_AXIS)
+
+
+def pipeline_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The ranks that run the stages of this rank's pipeline; None if there is no pipeline."""
+    names = (mesh.mesh_dim_names if mesh is not None else None) or ()
+    if mesh is None or PIPELINE_AXIS not in names or mesh.size(names.index(PIPELINE_AXIS)) == 1:
+        return None
+    return mesh.get_group(PIPELINE_AXIS)
 
 
 def data_rank_of(mesh: DeviceMesh | None, strands: Strands) -> int:
     """This rank's number among the ranks that see other data: those along axes over which the model
-    neither lays out parameters nor exchanges anything, and along `dp_replicate`."""
+    neither lays out parameters nor exchanges anything, and along `dp_replicate`. The stages of a
+    pipeline see the same data."""
     if mesh is None:
         return 0
     shared = {
@@ -70,6 +90,8 @@ def data_rank_of(mesh: DeviceMesh | None, strands: Strands) -> int:
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     found = 0
     for axis in range(mesh.ndim):
+        if names[axis] == PIPELINE_AXIS:
+            continue
         is_replicas = names[axis] == REPLICATE_AXIS
         if is_replicas or ranks_of(str(mesh.get_group(axis).group_name)) not in shared:
             found = found * mesh.size(axis) + mesh.get_local_rank(axis)

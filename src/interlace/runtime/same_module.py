@@ -1,7 +1,7 @@
 """What the ranks that compile a step of a user's module must hold alike."""
 
 import fnmatch
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError, nearest
-from interlace.parallel.meshes import REPLICATE_AXIS
+from interlace.parallel.meshes import PIPELINE_AXIS, REPLICATE_AXIS
 from interlace.ranks.agree import Content, check_agreement, check_contents, environment_fields
 from interlace.ranks.replicas import Places, tensor_contents
 from interlace.ranks.small_collectives import alone
@@ -55,9 +55,13 @@ class ModuleAgreement:
 
     def check_traced(self, strands: Strands) -> None:
         """Graphs, parameters, buffers and, if there is dropout, seeds."""
-        check_agreement({"graph": strands.digest})
+        check_agreement({"graph": strands.measured.digest})
         self.check()
-        self._check_seeds(strands)
+        self._check_seeds(strands.measured)
+        if strands.handovers is not None and self.mesh is not None:
+            # From now on a rank's optimizer changes the weights of its own stage only.
+            stage = self._place(set(self.mesh.mesh_dim_names or ()) - {PIPELINE_AXIS})
+            self._ranks = self._with_place(stage)
 
     def check(self) -> None:
         """Parameters and buffers as they are now."""
@@ -93,6 +97,15 @@ class ModuleAgreement:
         else:
             place = self._place({REPLICATE_AXIS})
         return {f"parameter {name!r}": place for name in self._per_rank}
+
+    def _with_place(self, place: Sequence[tuple[str, int]]) -> list[int]:
+        """The ranks of the mesh with these numbers on these axes."""
+        assert self.mesh is not None
+        found = self.mesh.mesh
+        for name, number in place:
+            axis = (self.mesh.mesh_dim_names or ()).index(name)
+            found = found.narrow(axis, number, 1)
+        return [int(rank) for rank in found.flatten()]
 
     def _place(self, without: Collection[str]) -> tuple[tuple[str, int], ...]:
         """This rank's numbers on the axes of the mesh, but for some."""

@@ -34,7 +34,11 @@ from interlace.ir.plan import Plan
 from interlace.parallel.data import DataLayout
 from interlace.parallel.local_parts import local
 from interlace.runtime.executor import Batch, StepExecutor
+from interlace.runtime.handovers import Handovers
+from interlace.runtime.pipeline_executor import PipelineExecutor
+from interlace.runtime.stage_link import StageLink
 from interlace.schedules.finder import Schedule, sequential, validate
+from interlace.schedules.stage import StageSchedule
 
 FORWARD, BACKWARD = (Strand(direction).graph for direction in Direction)
 """Names of the two graphs that every module gives."""
@@ -67,6 +71,23 @@ class Strands:
     """What was decomposed, if that was asked for."""
     reads: Reads | None = None
     """What the forward read beside parameters and buffers, if that was asked for."""
+    uncut: "Strands | None" = None
+    """The same before it was cut into chunks, if it was."""
+    handovers: Handovers | None = None
+    """What chunks hand to each other, if there are several."""
+
+    @property
+    def measured(self) -> "Strands":
+        """What times are measured on, which go by the keys of operators: the graphs as traced."""
+        return self.uncut or self
+
+    @property
+    def held_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that get a gradient and that this rank holds: of a pipeline,
+        those of its stage."""
+        if self.handovers is None:
+            return self.parameters
+        return tuple(name for name in self.parameters if name in self.handovers.held)
 
     @cached_property
     def pair(self) -> OpGraph:
@@ -118,17 +139,26 @@ class Strands:
         plan: Plan,
         constants: Mapping[tuple[str, str], Tensor],
         schedule: Schedule | None = None,
+        link: StageLink | None = None,
     ) -> StepExecutor:
         """Something that runs steps as planned. `constants` holds what the graphs' inputs of roles
         `parameter`, `gradient`, `shard` and `shard_gradient` stand for, by (role, target);
-        `schedule` is looked up by the plan's name if it is not given.
-        Raises InputError for an invalid plan."""
+        `schedule` is looked up by the plan's name if it is not given. `link` leads to the other
+        ranks of a pipeline. Raises InputError for an invalid plan."""
         validate(plan, self.op_graphs, "plan", schedule)
+        values = checked(self.graphs, {**self.buffers(), **constants})
+        if link is not None:
+            assert isinstance(schedule, StageSchedule)
+            assert self.handovers is not None
+            return PipelineExecutor(
+                self.parts, plan, self.op_graphs, values, schedule=schedule,
+                handovers=self.handovers, link=link, loss=self.measured.loss.meta["val"],
+            )  # fmt: skip
         return StepExecutor(
             self.parts,
             plan,
             self.op_graphs,
-            checked(self.graphs, {**self.buffers(), **constants}),
+            values,
             schedule=schedule,
             data_ranks=self.data.ranks if self.data else 1,
         )

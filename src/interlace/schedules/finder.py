@@ -7,7 +7,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 from interlace import schedules
 from interlace.errors import InputError, nearest
@@ -52,6 +52,9 @@ class Schedule:
     """A file of this package, or `module:function`."""
     function: ScheduleFunction
 
+    is_alone: ClassVar[bool] = True
+    """Whether one rank runs the whole model, and not a stage of it (`schedules.stage`)."""
+
     @property
     def chunks(self) -> int:
         """How many chunks a rank has: the default of the function's `chunks`, else 1."""
@@ -62,14 +65,20 @@ class Schedule:
     @property
     def cuts_backwards(self) -> bool:
         """Whether it runs the gradients of inputs and those of weights apart."""
-        actions = self.of_ranks(1, MOST)[0]
-        return any(slot.strand.share == Share.INPUT for a in actions for slot in a.slots)
+        return self._cuts(self.of_ranks(1, MOST))
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """Names of the graphs that it needs: forward and backward of each chunk."""
-        numbers = range(self.chunks) if self.chunks > 1 else (None,)
-        return tuple(Strand(way, number).graph for way in Direction for number in numbers)
+        """Names of the graphs that it needs: forward and backward of each chunk, and the halves
+        of backwards if it runs them apart."""
+        return self._graphs_of(range(self.chunks) if self.chunks > 1 else (None,))
+
+    def _graphs_of(self, numbers: Collection[int | None]) -> tuple[str, ...]:
+        found = [Strand(way, number).graph for way in Direction for number in numbers]
+        shares = _HALVES if self.cuts_backwards else ()
+        backward = Direction.BACKWARD
+        found += [Strand(backward, n, share).graph for n in numbers for share in shares]
+        return tuple(found)
 
     @property
     def interleaves(self) -> bool:
@@ -84,16 +93,7 @@ class Schedule:
 
         Raises InputError if the schedule cannot run so, naming the action."""
         actions = self.of_ranks(1, micro_batches, chunk_count(graphs))[0]
-        halves = next(
-            (slot for a in actions for slot in a.slots if slot.strand.share in _HALVES), None
-        )
-        if halves is not None and halves.strand.graph not in graphs:
-            raise InputError(
-                f"schedule {self.name!r} runs {halves.strand.text!r}, and the backward graphs of "
-                "this step are whole",
-                hint="schedules that cut backwards in two can be simulated and verified, not run; "
-                "take folded or two_strand",
-            )
+        self._check_halves(actions, graphs)
         actions = with_ends(actions, graphs)
         if head:
             actions = with_heads(actions)
@@ -131,16 +131,40 @@ class Schedule:
         """A hash of the actions of steps of 2 to `MOST` micro-batches; ranks that run one schedule
         have the same."""
         counts = range(2, MOST + 1)
-        lines = [str(a) for count in counts for a in self.actions(count, graphs, head=head)]
+        lines = [text for count in counts for text in self.texts(count, graphs, head=head)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def phases(self, graphs: Collection[str], *, head: bool = False) -> tuple[str, ...]:
         """All phases that steps of any number of micro-batches run, in order of appearance."""
         found: dict[str, None] = {}
-        for count in range(MOST, 1, -1):
+        for count in self.counts():
             for action in self.actions(count, graphs, head=head):
                 found.setdefault(action.phase)
         return tuple(found)
+
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of micro-batches whose steps have all phases between them."""
+        return tuple(range(MOST, 1, -1))
+
+    def texts(self, micro_batches: int, graphs: Collection[str], *, head: bool) -> list[str]:
+        """The actions of a step, as text."""
+        return [str(action) for action in self.actions(micro_batches, graphs, head=head)]
+
+    @staticmethod
+    def _cuts(ranks: Collection[Collection[Action]]) -> bool:
+        slots = (slot for actions in ranks for action in actions for slot in action.slots)
+        return any(slot.strand.share in _HALVES for slot in slots)
+
+    def _check_halves(self, actions: Collection[Action], graphs: Collection[str]) -> None:
+        """Raise InputError for halves of backwards where the graphs are whole."""
+        for action in actions:
+            for slot in action.slots:
+                if slot.strand.share in _HALVES and slot.strand.graph not in graphs:
+                    raise InputError(
+                        f"schedule {self.name!r} runs {slot.strand.text!r}, and the backward "
+                        "graphs of this step are whole",
+                        hint="take folded or two_strand, which run them whole",
+                    )
 
     def _known(self, options: Mapping[str, object]) -> Mapping[str, object]:
         parameters = inspect.signature(self.function).parameters
@@ -206,9 +230,10 @@ def chunk_count(graphs: Collection[str]) -> int:
     return len(labels_of(graphs, Direction.FORWARD, Share.WHOLE))
 
 
-def sequential(graphs: Mapping[str, OpGraph]) -> Plan:
-    """One strand: the graphs of the strands in the order in which they were traced."""
-    schedule = find("one_strand")
+def sequential(graphs: Mapping[str, OpGraph], schedule: Schedule | None = None) -> Plan:
+    """The graphs of the strands in the order in which they were traced: by default one strand, else
+    by a schedule whose actions run one strand each."""
+    schedule = schedule or find("one_strand")
     orders = {name: phase_graph(name, graphs, 0).order for name in schedule.phases(graphs)}
     phases = {name: PhasePlan(order, 0, 0) for name, order in orders.items()}
     return Plan("sequential", whole_graph(graphs).digest, "-", schedule.name, phases)

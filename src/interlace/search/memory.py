@@ -10,8 +10,9 @@ So what is alive depends on the set of operators issued, not on their order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
-from interlace.ir.actions import Action, label_of
+from interlace.ir.actions import Action, Direction, strands_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph
 from interlace.ir.plan import Plan
@@ -129,8 +130,8 @@ def step_peak_bytes(
 ) -> int:
     """The largest number of bytes alive in a step of `plan`; `graphs` are those of the strands.
 
-    To the peak of each phase come the values of micro-batches that are on their way meanwhile:
-    what the next strand of each is given."""
+    To the peak of each phase come the values that are on their way meanwhile: made in an earlier
+    action, read in a later one, and neither in this one."""
     schedule = schedule or find(plan.schedule)
     of_phase: dict[str, OpGraph] = {}
     peaks: dict[str, int] = {}
@@ -143,29 +144,46 @@ def step_peak_bytes(
     return max(*peaks.values(), *held)
 
 
+_Handed = dict[str, dict[str, int]]
+"""By label of strand: names of values with their bytes."""
+
+
 def _resting_bytes(actions: Sequence[Action], of_phase: Mapping[str, OpGraph]) -> list[int]:
-    """By action: bytes saved for micro-batches that have begun, are not at an end, and have no
-    strand in that action."""
-    resting: list[int] = []
-    waiting: dict[int, int] = {}
-    for action in reversed(actions):
-        present = {slot.micro_batch for slot in action.slots}
-        resting.append(sum(size for index, size in waiting.items() if index not in present))
-        taken = _saved_bytes(of_phase[action.phase])
-        sizes: dict[int, int] = {}
+    """By action: bytes of values that wait while it runs."""
+    given = {name: _by_label(name, graph, given=True) for name, graph in of_phase.items()}
+    made = {name: _by_label(name, graph, given=False) for name, graph in of_phase.items()}
+    change = [0] * (len(actions) + 1)
+    since: dict[tuple[int, str], int] = {}
+    forwards: dict[tuple[int, int | None], int] = {}
+    for now, action in enumerate(actions):
         for slot in action.slots:
-            label = slot.strand.label if len(action.slots) > 1 else ""
-            size = sizes.get(slot.micro_batch, 0) + taken.get(label, 0)
-            sizes[slot.micro_batch] = size
-        waiting |= sizes
-    return resting[::-1]
+            of, label = slot.micro_batch, slot.strand.label
+            is_forward = slot.strand.direction == Direction.FORWARD
+            for name, size in given[action.phase].get(label, {}).items():
+                # What a backward is given has the name of a value, which a view may stand for.
+                origin = now if is_forward else forwards.get((of, slot.strand.chunk), now)
+                start = since.get((of, name), origin)
+                if now > start + 1:
+                    change[start + 1] += size
+                    change[now] -= size
+                since[of, name] = now
+            since |= {(of, name): now for name in made[action.phase].get(label, {})}
+            if is_forward:
+                forwards[of, slot.strand.chunk] = now
+    return list(accumulate(change))[:-1]
 
 
-def _saved_bytes(graph: OpGraph) -> dict[str, int]:
-    """By label of strand: bytes of what it is given of an earlier strand."""
-    found: dict[str, int] = {}
-    for given in graph.inputs:
-        if given.role == "saved":
-            label = label_of(given.id)
-            found[label] = found.get(label, 0) + given.bytes
+def _by_label(phase: str, graph: OpGraph, *, given: bool) -> _Handed:
+    """What each strand of a phase is given by earlier ones, or makes."""
+    strands = strands_of(phase)
+    alone = strands[0].label if len(strands) == 1 else ""
+    values = (
+        [(i.id, i.bytes) for i in graph.inputs if i.role == "saved"]
+        if given
+        else [(op.id, op.bytes_out) for op in graph.operators]
+    )
+    found: _Handed = {}
+    for name, size in values:
+        label, _, short = ("", "", name) if alone else name.rpartition(".")
+        found.setdefault(alone or label, {})[short] = size
     return found

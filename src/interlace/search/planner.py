@@ -144,7 +144,8 @@ def make_plan(
     search = present_search(search, "search")
     best = find_search(search).optimises
     schedule = schedule or find("two_strand")
-    aim = limits.aim(graphs) if best else limits.bound_bytes
+    # A share beyond one strand is known of whole models only.
+    aim = limits.aim(graphs) if best and schedule.is_alone else limits.bound_bytes
 
     def problem(graph: OpGraph) -> Problem:
         solo = costs.of(graph)
@@ -157,7 +158,7 @@ def make_plan(
         }
 
     head = 0
-    if best:
+    if best and schedule.is_alone:
         head = choose_head(graphs, schedule, lambda graph: _quickened(problem(graph)))
     try:
         planned = phases(head)

@@ -2,6 +2,6 @@
 
 lanes.py            one rank's issue order on a compute lane and link queues
 simulated_step.py   a whole step, with nothing emptied between phases
-pipeline.py         all ranks of a pipeline, action by action, with their messages
+pipeline_step.py    all ranks of a pipeline, action by action, with their messages
 decomposed.py       a collective and its matmul: in turn, sliced, decomposed
 """

@@ -1,0 +1,179 @@
+"""One rank of the pipeline bench: `python -m interlace.bench.pipeline_world JOB RESULT`.
+
+All ways of running a step take turns in one run: PyTorch's schedules on its own runtime, and ours
+on ours. Every way has the same chunks: whole blocks, the embedding with the first and the head with
+the last. Their gradients are compared once, before anything is timed.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from interlace.api import compile_step
+from interlace.bench.pipeline_rivals import build_rival
+from interlace.config import PlanConfig
+from interlace.errors import RunError
+from interlace.ranks.launched import follow_launcher
+
+Batch = tuple[Tensor, ...]
+_LIMIT = timedelta(seconds=300)
+"""Limit of every wait of the bench; no step takes nearly so long."""
+_WARM_UP = 2
+"""Steps of each way that are not timed."""
+_BOUND = 1e-4
+"""By how much gradients in float32 may differ between the runtimes, of the largest one; they add
+up in other orders."""
+
+
+class BenchBlock(nn.Module):
+    """A block of a GPT: attention and an MLP, each behind a norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, width) to the same."""
+        batch, length, width = x.shape
+        parts = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = (part.transpose(1, 2) for part in parts.unbind(2))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.narrow(nn.functional.gelu(self.wide(self.second_norm(x))))
+
+
+class Gpt(nn.Module):
+    """Some blocks of a GPT, with the embedding or the head if it has them."""
+
+    def __init__(self, size: Mapping[str, int], chunk: int = 0, chunks: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)  # every chunk draws the whole model, so that all are parts of one
+        width, blocks = size["width"], size["blocks"]
+        words = nn.Embedding(size["words"], width)
+        every = [BenchBlock(width, size["heads"]) for _ in range(blocks)]
+        head = nn.Linear(width, size["words"], bias=False)
+        first, last = (blocks * k // chunks for k in (chunk, chunk + 1))
+        self.words = words if chunk == 0 else None
+        self.blocks = nn.ModuleDict({str(k): every[k] for k in range(first, last)})
+        self.head = head if chunk == chunks - 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or activations to activations or logits."""
+        if self.words is not None:
+            x = self.words(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def step_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The same of the whole model."""
+    return loss_of(module(tokens), targets)
+
+
+Way = Callable[[Sequence[Batch]], Mapping[str, Tensor]]
+"""Runs a step, and gives this rank's gradients by the names of the whole model."""
+
+
+def our_way(size: Mapping[str, int], schedule: str, chunks: int, mesh: DeviceMesh) -> Way:
+    """A schedule on our runtime."""
+    model = Gpt(size)
+    total = chunks * mesh.size()
+    starts = [f"blocks.{size['blocks'] * k // total}" for k in range(1, total)]
+    example = batches_of({**size, "micro_batches": 1})[0]
+    step = compile_step(
+        model, step_loss, example, mesh=mesh, schedule=schedule, split_at=starts,
+        config=PlanConfig(cache=False, profile_repeats=3),
+    )  # fmt: skip
+
+    def run(batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = None
+        step(batches)
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    return run
+
+
+def batches_of(size: Mapping[str, int]) -> list[Batch]:
+    """Micro-batches of tokens and targets."""
+    draw = torch.Generator().manual_seed(1)
+    shape = (size["batch"], size["length"])
+    return [
+        tuple(torch.randint(size["words"], shape, generator=draw) for _ in range(2))
+        for _ in range(size["micro_batches"])
+    ]
+
+
+def check_same(ways: Mapping[str, Way], batches: Sequence[Batch]) -> None:
+    """Raise RunError if a way computes other gradients, for weights that two ways have here."""
+    seen: dict[str, Tensor] = {}
+    for name, way in ways.items():
+        for weight, gradient in way(batches).items():
+            known = seen.setdefault(weight, gradient.clone())
+            worst = float((gradient - known).abs().max() / known.abs().max().clamp_min(1e-12))
+            if worst > _BOUND:
+                raise RunError(f"{name} has another gradient of {weight}: off by {worst:.2g}")
+
+
+def take_turns(
+    ways: Mapping[str, Way], batches: Sequence[Batch], repeats: int
+) -> dict[str, list[int]]:
+    """ns of each step of each way, from the first rank's start to the last one's end."""
+    times: dict[str, list[int]] = {name: [] for name in ways}
+    for repeat in range(_WARM_UP + repeats):
+        for name, way in ways.items():
+            dist.barrier()
+            began = time.perf_counter_ns()
+            way(batches)
+            dist.barrier()
+            if repeat >= _WARM_UP:
+                times[name].append(time.perf_counter_ns() - began)
+    return times
+
+
+def main(job_path: str, result_path: str) -> int:
+    """Measure as this rank; rank 0 writes the times."""
+    follow_launcher(os.environ)
+    torch.set_num_threads(1)
+    job = json.loads(Path(job_path).read_text(encoding="utf-8"))
+    dist.init_process_group("gloo", timeout=_LIMIT)
+    try:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+        size: Any = job["size"]
+        ways: dict[str, Way] = {}
+        for ours, theirs, chunks in job["schedules"]:
+            ways[f"ours {ours}"] = our_way(size, ours, chunks, mesh)
+            if theirs:
+                ways[f"torch {theirs}"] = build_rival(Gpt, size, theirs, chunks, loss_of)
+        batches = batches_of(size)
+        check_same(ways, batches)
+        times = take_turns(ways, batches, job["repeats"])
+        if dist.get_rank() == 0:
+            Path(result_path).write_text(json.dumps(times), encoding="utf-8")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

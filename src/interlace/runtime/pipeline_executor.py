@@ -1,0 +1,205 @@
+"""PipelineExecutor: what one rank of a pipeline runs in a step, between what it sends and receives.
+
+Receives are posted where the schedule has them, which is when the message leaves its rank, and an
+action waits only for what it reads itself. Sends are never waited for before the end of a step.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interlace.errors import InputError
+from interlace.graphs.parts import GraphPart
+from interlace.ir.actions import Action, Direction
+from interlace.ir.graph import OpGraph
+from interlace.ir.plan import Plan
+from interlace.ir.stage_messages import Item, Send, StageMessage, Wiring
+from interlace.runtime.executor import Batch, StepExecutor, StepRun
+from interlace.runtime.handovers import Carried, Handovers
+from interlace.runtime.recorder import Recorder
+from interlace.runtime.stage_link import Arrival, ReplicaSum, StageLink, as_traced
+from interlace.schedules.stage import StageSchedule
+
+
+class PipelineExecutor(StepExecutor):
+    """Runs the chunks of this rank, and exchanges what chunks hand to each other."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, GraphPart],
+        plan: Plan,
+        op_graphs: Mapping[str, OpGraph],
+        constants: Mapping[tuple[str, str], Tensor],
+        *,
+        schedule: StageSchedule,
+        handovers: Handovers,
+        link: StageLink,
+        loss: Tensor,
+    ) -> None:
+        """As `StepExecutor`; `loss` is a fake tensor like the loss of a micro-batch."""
+        handovers.check()
+        super().__init__(
+            parts, plan, op_graphs, constants, schedule=schedule, data_ranks=link.data_ranks
+        )
+        self.handovers = handovers
+        self.link = link
+        self._stage = schedule
+        self._loss = loss
+        self._items: dict[int, tuple[tuple[Item, ...], Wiring]] = {}
+
+    def step(self, batches: Sequence[Batch], recorder: Recorder | None = None) -> list[Tensor]:
+        """Losses of all micro-batches, on all ranks; gradients of their mean are added to the
+        buffers. Raises RunError, naming the message, if another rank does not do its part."""
+        count = len(batches)
+        items, wiring = self._listed(count)
+        self._tangent.fill_(1.0 / (count * self.link.data_ranks))
+        run = _PipelineRun(self, [self._as_traced(batch) for batch in batches], recorder, wiring)
+        with self._plain_operators():
+            for item in items:
+                run.item(item)
+            run.end_sums()
+            self._share_gradients()
+            self.link.finish()
+            return self._losses(run.losses, count)
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Not on a rank that has a stage of the model only."""
+        raise InputError(
+            "a rank of a pipeline cannot evaluate its stage alone",
+            hint="evaluate the whole model without a pipeline",
+        )
+
+    def _listed(self, count: int) -> tuple[tuple[Item, ...], Wiring]:
+        if count not in self._items:
+            self._step_actions(count)
+            self._items[count] = self._stage.items(count), self._stage.wiring(count)
+        return self._items[count]
+
+    def passes(self, count: int) -> Counter[int]:
+        """How many backwards, whole or halves, each chunk of this rank runs in a step."""
+        items, _ = self._listed(count)
+        return Counter(
+            slot.strand.chunk or 0
+            for item in items
+            if isinstance(item, Action)
+            for slot in item.slots
+            if slot.strand.direction == Direction.BACKWARD
+        )
+
+    def _share_gradients(self) -> None:
+        """The sum of the gradients of a weight that several ranks hold, from the one that added it
+        up. In the same order on all ranks."""
+        handovers = self.handovers
+        arrivals = []
+        for name in handovers.shared:
+            holders, owner = handovers.holders(name), handovers.owner(name)
+            if handovers.rank not in holders:
+                continue
+            total = self.constant("gradient", name)
+            what = f"the gradient of {name!r} from rank {owner}"
+            if handovers.rank != owner:
+                arrivals.append((total, self.link.receive([total], owner, what)))
+                continue
+            for rank in holders:
+                if rank != owner:
+                    self.link.send([total], rank, f"{what} to rank {rank}")
+        for total, arrival in arrivals:
+            total.copy_(self.link.wait(arrival)[0])
+
+    def _losses(self, own: Mapping[int, Tensor], count: int) -> list[Tensor]:
+        """Those of the rank that has the last chunk, on all ranks."""
+        source = self.handovers.rank_of[-1]
+        losses = torch.empty(count, dtype=self._loss.dtype, device=self._tangent.device)
+        if source == self.handovers.rank:
+            losses = torch.stack([own[number] for number in sorted(own)])
+        self.link.share(losses, source, f"the losses of the step from rank {source}")
+        return list(losses.unbind())
+
+
+class _PipelineRun(StepRun):
+    def __init__(
+        self,
+        executor: PipelineExecutor,
+        batches: Sequence[Batch],
+        recorder: Recorder | None,
+        wiring: Wiring,
+    ) -> None:
+        super().__init__(executor, batches, recorder)
+        self.link = executor.link
+        self.handovers = executor.handovers
+        self._wiring = wiring
+        self._arrivals: dict[StageMessage, Arrival] = {}
+        self._sums: list[ReplicaSum] = []
+        self._left_of_chunk = executor.passes(len(batches))
+        self._kept_by: dict[tuple[int, Any], int] = {}
+        """How many messages will still take a value that no strand of this rank reads."""
+
+    def item(self, item: Item) -> None:
+        """Run one item of the list."""
+        if isinstance(item, Action):
+            for message in self._wiring.needed(item):
+                self._take_in(message)
+            self.action(item)
+            if self.link.data_ranks > 1:
+                self._begin_sums(item)
+        elif isinstance(item, Send):
+            self._send(item)
+        else:
+            like = [value.like for value in self._values(item.message)]
+            if like:
+                self._arrivals[item.message] = self.link.receive(like, item.rank, str(item))
+
+    def end_sums(self) -> None:
+        """Wait for the sums over replicas."""
+        for begun in self._sums:
+            self.link.end_sum(begun)
+
+    def _begin_sums(self, action: Action) -> None:
+        """Sum the gradients of a chunk over replicas as soon as its last backward has run."""
+        for slot in action.slots:
+            chunk = slot.strand.chunk or 0
+            if slot.strand.direction == Direction.FORWARD:
+                continue
+            self._left_of_chunk[chunk] -= 1
+            names = [n for n in sorted(self.handovers.owners) if self.handovers.owners[n] == chunk]
+            if names and not self._left_of_chunk[chunk]:
+                totals = [self.executor.constant("gradient", name) for name in names]
+                what = f"the sum of the gradients of chunk {chunk} over replicas"
+                self._sums.append(self.link.begin_sum(totals, what))
+
+    def _values(self, message: StageMessage) -> tuple[Carried, ...]:
+        route = message.direction, message.source, message.to
+        return self.handovers.messages.get(route, ())
+
+    def _take_in(self, message: StageMessage) -> None:
+        if message not in self._arrivals:
+            return
+        tensors = self.link.wait(self._arrivals.pop(message))
+        for value, tensor in zip(self._values(message), tensors, strict=True):
+            self.handed[message.micro_batch, value.binding] = tensor
+
+    def _send(self, item: Send) -> None:
+        message, tensors = item.message, []
+        for value in self._values(message):
+            key = message.micro_batch, value.binding
+            tensors.append(as_traced(self.handed[key], value.like))
+            if value.binding in self.executor.readers:
+                continue
+            left = self._kept_by.pop(key, self._takers(message, value)) - 1
+            if left:
+                self._kept_by[key] = left
+            else:
+                del self.handed[key]
+        if tensors:
+            self.link.send(tensors, item.rank, str(item))
+
+    def _takers(self, message: StageMessage, value: Carried) -> int:
+        """The messages that take this value."""
+        return sum(
+            any(other.binding == value.binding for other in values)
+            for (way, source, _), values in self.handovers.messages.items()
+            if (way, source) == (message.direction, message.source)
+        )

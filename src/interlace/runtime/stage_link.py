@@ -1,0 +1,160 @@
+"""Tensors on their way between the ranks of a pipeline, without anybody waiting for them.
+
+A message is sent with as many operations as it has tensors, in the order in which both sides have
+it in their lists. The memory of a tensor is sent as it lies, so it arrives with its strides.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from interlace.errors import RunError
+from interlace.graphs.strides import restrided
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory that a tensor spans, as bytes; no copy. It has one element at least."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * step for size, step in steps)
+    return tensor.as_strided((span,), (1,)).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """One operation and the memory that it reads or writes."""
+
+    work: dist.Work
+    memory: Tensor
+    what: str
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message that was asked for."""
+
+    tensors: tuple[Tensor, ...]
+    flights: tuple[_Flight, ...]
+
+
+@dataclass(frozen=True)
+class ReplicaSum:
+    """Tensors that are being added up over replicas."""
+
+    tensors: tuple[Tensor, ...]
+    flight: _Flight
+
+
+class StageLink:
+    """What a rank sends to the others of its pipeline, and receives; and what it sums with the
+    ranks that run the same stage on other data. Not thread-safe."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`group` has the ranks of one pipeline, in order, `replicas` those of this stage."""
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self.data_ranks = 1 if replicas is None else dist.get_world_size(replicas)
+        self._group = group
+        self._replicas = replicas
+        self._device = device
+        self._leaving: deque[_Flight] = deque()
+
+    def send(self, tensors: Sequence[Tensor], to: int, what: str) -> None:
+        """Give tensors, which nobody changes any more, to a rank; `what` is for errors."""
+        while self._leaving and self._leaving[0].work.is_completed():
+            self._leaving.popleft()
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            memory = _bytes_of(tensor)
+            with _said(what):
+                work = dist.isend(memory, group=self._group, group_dst=to)
+            assert work is not None
+            self._leaving.append(_Flight(work, memory, what))
+
+    def receive(self, like: Sequence[Tensor], source: int, what: str) -> Arrival:
+        """Be ready for tensors that lie in memory like these."""
+        tensors, flights = [], []
+        for each in like:
+            tensor = torch.empty_strided(
+                each.shape, each.stride(), dtype=each.dtype, device=self._device
+            )
+            tensors.append(tensor)
+            if not tensor.numel():
+                continue
+            memory = _bytes_of(tensor)
+            with _said(what):
+                work = dist.irecv(memory, group=self._group, group_src=source)
+            assert work is not None
+            flights.append(_Flight(work, memory, what))
+        return Arrival(tuple(tensors), tuple(flights))
+
+    def wait(self, arrival: Arrival) -> tuple[Tensor, ...]:
+        """The tensors of a message, once they are here. Raises RunError if they will not come."""
+        for flight in arrival.flights:
+            _wait(flight)
+        return arrival.tensors
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has left."""
+        while self._leaving:
+            _wait(self._leaving.popleft())
+
+    def begin_sum(self, tensors: Sequence[Tensor], what: str) -> "ReplicaSum":
+        """Begin to add up these tensors over the replicas, which all do so in the same order."""
+        assert self._replicas is not None
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        with _said(what):
+            work = dist.all_reduce(flat, group=self._replicas, async_op=True)
+        assert work is not None
+        return ReplicaSum(tuple(tensors), _Flight(work, flat, what))
+
+    def end_sum(self, begun: "ReplicaSum") -> None:
+        """Put the sums into the tensors."""
+        _wait(begun.flight)
+        sizes = [tensor.numel() for tensor in begun.tensors]
+        for tensor, part in zip(begun.tensors, begun.flight.memory.split(sizes), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    def add_up(self, tensor: Tensor, what: str) -> None:
+        """Replace a tensor by its sum over the pipeline. All its ranks call it."""
+        with _said(what):
+            dist.all_reduce(tensor, group=self._group)
+
+    def share(self, tensor: Tensor, source: int, what: str) -> None:
+        """Give every rank what `tensor` holds on rank `source`. All ranks call it."""
+        with _said(what):
+            dist.broadcast(tensor, group=self._group, group_src=source)
+
+
+def as_traced(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor, in memory as the other side expects it."""
+    return restrided(tensor, like.stride())
+
+
+def _wait(flight: _Flight) -> None:
+    with _said(flight.what):
+        flight.work.wait()
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Raises what a transport raises as a RunError that says what was waited for."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise RunError(
+            f"{what} did not end: {text}",
+            hint="the other rank has died, stalled or left: see the end of its output",
+        ) from error

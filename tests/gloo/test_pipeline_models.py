@@ -1,0 +1,331 @@
+"""Pipelines of models that this project did not write, beside tensor parallelism, over several
+steps of training, cut where the user says; and what is refused, or ends with a name.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import gloo_group, run_ranks, start_ranks
+from test_compile_step import (
+    QUICK,
+    eager_gradients,
+    example,
+    gradients_of,
+    images,
+    mixer,
+    near,
+)
+from test_folded import logits_loss
+from test_pipeline_step import built, differing, language, loss_of, wanted
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import interlace
+from interlace.errors import InputError, InterlaceError
+
+BLOCKS = ("blocks.2", "blocks.4", "blocks.7")
+STEPS = 4
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    torch.manual_seed(2)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ends)).double().eval()
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    return LlamaForCausalLM(config).double()
+
+
+def tokens(count: int) -> list[tuple[Tensor, ...]]:
+    draw = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(64, (2, 8), generator=draw) for _ in "xy") for _ in range(count)]
+
+
+def eager(module: nn.Module, batches: list[tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    """Gradients of the mean loss, by plain autograd on one process; and the losses."""
+    losses = [logits_loss(module, *batch) for batch in batches]
+    (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+    found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {**found, "losses": torch.stack(losses).detach()}
+
+
+def of_transformers(schedule: str) -> dict[str, Any]:
+    """By model: the gradients that this rank has, and whether they are eager's within 1e-9."""
+    with gloo_group(60):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+        batches = tokens(4)
+        found: dict[str, Any] = {}
+        for make in (gpt2, llama):
+            right = eager(make(), batches)
+            module = make()
+            step = interlace.compile_step(
+                module, logits_loss, batches[0], mesh=mesh, schedule=schedule, config=QUICK
+            )
+            step(batches)
+            own = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+            norm = interlace.clip_grad_norm_(step, 1e-3)
+            exact = torch.nn.utils.get_total_norm([right[n] for n in right if n != "losses"])
+            clipped = interlace.clip_grad_norm_(step, 1.0)
+            own = {name: gradient / (1e-3 / (exact + 1e-6)) for name, gradient in own.items()}
+            named = {**own, "losses": torch.stack(step.losses)}
+            found[make.__name__] = {
+                "near": near(named, {name: right[name] for name in named}),
+                "norms": bool(abs(norm / exact - 1) < 1e-12 and abs(clipped / 1e-3 - 1) < 1e-2),
+                "own": sorted(own),
+                "all": sorted(set(right) - {"losses"}),
+            }
+        return found
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("zb_v", 2), ("folded", 2), ("one_f_one_b", 4)])
+def test_unmodified_models_of_transformers(schedule: str, ranks: int) -> None:
+    """A GPT-2 with a tied head and a Llama, in float64 against plain eager code."""
+    results = run_ranks("test_pipeline_models:of_transformers", ranks, args=[schedule],
+                        timeout_s=200)  # fmt: skip
+    for model in ("gpt2", "llama"):
+        of_ranks = [result.value[model] for result in results]
+        assert all(each["near"] and each["norms"] for each in of_ranks)
+        assert sorted({n for each in of_ranks for n in each["own"]}) == of_ranks[0]["all"]
+        assert all(0 < len(each["own"]) < len(each["all"]) for each in of_ranks)
+
+
+def beside_tensor_parallelism() -> dict[str, list[str]]:
+    """By schedule: what differs from one strand with tensor parallelism alone."""
+    with gloo_group(60):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        model = mixer()
+        example().split(model, mesh["tp"])
+        step = interlace.compile_step(
+            model, example().loss_fn, images()[0], mesh=mesh["tp"], strands=1, config=QUICK
+        )
+        right = {"loss": step(images()), **gradients_of(model)}
+        found = {}
+        for schedule in ("one_f_one_b", "folded", "zb_v"):
+            model = mixer()
+            example().split(model, mesh["tp"])
+            step = interlace.compile_step(
+                model, example().loss_fn, images()[0], mesh=mesh, schedule=schedule, config=QUICK
+            )
+            own = {"loss": step(images())}
+            own |= {
+                name: p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
+            found[schedule] = [n for n, v in own.items() if not torch.equal(v, right[n])]
+            norm = interlace.clip_grad_norm_(step, 0.1)
+            exact = torch.nn.utils.get_total_norm(list(eager_gradients().values()))
+            if abs(norm / exact - 1) > 1e-9:
+                found[schedule].append(f"norm {norm} and not {exact}")
+            found[f"{schedule} own"] = sorted(set(own) - {"loss"})
+        return {**found, "all": sorted(set(right) - {"loss"})}
+
+
+def test_stages_of_several_ranks() -> None:
+    """Two stages of two tensor-parallel ranks each, bit for bit as two ranks without stages."""
+    found = [r.value for r in run_ranks("test_pipeline_models:beside_tensor_parallelism", 4,
+                                        timeout_s=200)]  # fmt: skip
+    for schedule in ("one_f_one_b", "folded", "zb_v"):
+        assert [each[schedule] for each in found] == [[]] * 4
+        assert sorted({n for each in found for n in each[f"{schedule} own"]}) == found[0]["all"]
+
+
+def beside_replicas() -> dict[str, Any]:
+    """By schedule: what differs from one strand whose replicas see the same micro-batches."""
+    with gloo_group(60):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
+        batches = language(4, seed=mesh.get_local_rank("dp_replicate"))
+        module = built()
+        torch.manual_seed(11)
+        step = interlace.compile_step(
+            module, loss_of, batches[0], mesh=mesh["dp_replicate"], strands=1, config=QUICK
+        )
+        step(batches)
+        right = {**gradients_of(module), "losses": torch.stack(step.losses)}
+        found: dict[str, Any] = {"all": sorted(set(right) - {"losses"})}
+        for schedule in ("one_f_one_b", "dual_pipe_v"):
+            found[schedule] = differing(built, batches, mesh, schedule, right)
+        return found
+
+
+def test_stages_with_replicas() -> None:
+    """Two replicas of two stages, which draw other masks for other data, bit for bit."""
+    found = [r.value for r in run_ranks("test_pipeline_models:beside_replicas", 4, timeout_s=200)]
+    for schedule in ("one_f_one_b", "dual_pipe_v"):
+        assert [each[schedule]["wrong"] for each in found] == [[]] * 4
+        held = {name for each in found for name in each[schedule]["own"]}
+        assert sorted(held) == found[0]["all"]
+
+
+def trained(
+    make: Callable[[], nn.Module], step_of: Callable[[nn.Module], Any], parameters: set[str]
+) -> dict[str, Tensor]:
+    """Losses and weights after some steps of AdamW on some parameters, or on all."""
+    module = make()
+    step = step_of(module)
+    named = dict(module.named_parameters())
+    chosen = {name: p for name, p in named.items() if not parameters or name in parameters}
+    optimizer = torch.optim.AdamW(chosen.values(), lr=0.05)
+    found = {}
+    for number in range(STEPS):
+        found[f"loss {number}"] = step(language(3 + number, seed=number))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**found, **{name: p.detach() for name, p in chosen.items()}}
+
+
+def several_steps() -> dict[str, Any]:
+    """What differs after steps of 3 to 6 micro-batches, from one strand on one rank."""
+    with gloo_group(60):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+
+        def alone(module: nn.Module) -> Any:
+            torch.manual_seed(11)
+            return interlace.compile_step(module, loss_of, language(1)[0], strands=1, config=QUICK)
+
+        steps = []
+
+        def staged(module: nn.Module) -> Any:
+            torch.manual_seed(11)
+            step = interlace.compile_step(
+                module, loss_of, language(1)[0], mesh=mesh, schedule="dual_pipe_v",
+                split_at=BLOCKS, config=QUICK,
+            )  # fmt: skip
+            steps.append(step)
+            return step
+
+        right = trained(built, alone, set())
+        probe = built()
+        staged(probe)(language(2))
+        held = {name for name, p in probe.named_parameters() if p.grad is not None}
+        found = trained(built, staged, held)
+        steps[-1].check_ranks()
+        return {
+            "different": [name for name in found if not torch.equal(found[name], right[name])],
+            "held": sorted(held),
+            "losses": sum(name.startswith("loss") for name in found),
+        }
+
+
+def test_several_steps_of_training() -> None:
+    """Weights of each rank's stage, of which a tied one stays equal on both, and all losses; cut at
+    named sub-modules."""
+    first, last = (r.value for r in run_ranks("test_pipeline_models:several_steps", 2,
+                                              timeout_s=200))  # fmt: skip
+    for found in (first, last):
+        assert found["different"] == []
+        assert found["losses"] == STEPS
+    blocks = [[n for n in each["held"] if n.endswith("weight") and "blocks" in n]
+              for each in (first, last)]  # fmt: skip
+    assert blocks[0] == [f"blocks.{i}.weight" for i in (0, 1, 7, 8)]
+    assert blocks[1] == [f"blocks.{i}.weight" for i in (2, 3, 4, 5, 6)]
+    assert "words.weight" in first["held"]
+
+
+def refused() -> list[str]:
+    """What a user reads."""
+    with gloo_group(60):
+        pipe = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
+        both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+        found = []
+
+        def tried(mesh: DeviceMesh, **how: Any) -> None:
+            try:
+                module = how.pop("module", None) or built()
+                interlace.compile_step(
+                    module, how.pop("loss", loss_of), how.pop("batch", language(1)[0]), mesh=mesh,
+                    config=QUICK, **how,
+                )  # fmt: skip
+                found.append("nothing")
+            except InputError as error:
+                found.append(f"{error.message} | {error.hint}")
+
+        tried(pipe)
+        tried(pipe, schedule="one_f_one_b", split_at=("blocks.2", "blocks.4"))
+        tried(pipe, schedule="one_f_one_b", split_at=("block.2",))
+        tried(pipe, schedule="folded", split_at=("blocks.4", "blocks.2", "blocks.6"))
+        tried(pipe, schedule="two_strand")
+        tried(both, schedule="two_strand", split_at=("blocks.2",))
+        tried(pipe, schedule="folded", module=nn.Linear(2, 1, bias=False),
+              loss=lambda m, x: m(x).sum(), batch=(torch.ones(1, 2),))  # fmt: skip
+        return found
+
+
+def test_what_cannot_run_is_refused() -> None:
+    """With the numbers, on both ranks alike."""
+    first, last = (r.value for r in run_ranks("test_pipeline_models:refused", 2, timeout_s=100))
+    assert first == last
+    for text, wanted_text in zip(
+        first,
+        (
+            "an axis pp of 2 ranks, and no schedule is named",
+            "split_at names 2 sub-modules, and the schedule has 2 chunks | .*name 1",
+            "split_at names 'block.2', and no operator of the forward belongs to it | did you mean",
+            "split_at names 'blocks.2', whose first operator does not come behind 'blocks.4'",
+            "two_strand",
+            "schedule 'two_strand' has one chunk",
+            "too few for 4 chunks",
+        ),
+        strict=True,
+    ):
+        for piece in wanted_text.split(" | .*"):
+            assert piece in text
+
+
+def killed() -> None:
+    """A child: rank 1 stops in the second step, and the others say what they wait for."""
+    with gloo_group(20):
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("pp",))
+        step = interlace.compile_step(
+            built(), loss_of, language(1)[0], mesh=mesh, schedule="one_f_one_b", config=QUICK
+        )
+        step(language(3))
+        dist.barrier()
+        print("ready", flush=True)
+        if mesh.get_rank() == 1:
+            time.sleep(60)
+        try:
+            step(language(3))
+        except InterlaceError as error:
+            print(f"{type(error).__name__}: {error.message}", flush=True)
+
+
+def test_a_killed_rank_is_named() -> None:
+    """The ranks beside it say which message did not come, and nobody hangs."""
+    with start_ranks("test_pipeline_models:killed", 3, timeout_s=100) as ranks:
+        for rank in range(3):
+            ranks.wait_for(rank, "ready")
+        os.kill(ranks.pid(1), signal.SIGKILL)
+        killed_at = time.monotonic()
+        first, last = ranks.wait([0, 2])
+        assert max(first.ended_at, last.ended_at) - killed_at < 30
+        assert "RunError: receive backward_1>0 1 from rank 1 did not end" in first.stdout
+        assert "RunError: receive forward_1>2 1 from rank 1 did not end" in last.stdout
+
+
+def test_one_strand_is_what_eager_code_computes() -> None:
+    """The reference of the bits above, against plain autograd on the same dropout-free module."""
+    batches = language(3)
+    module = built().double().eval()
+    losses = [loss_of(module, *batch) for batch in batches]
+    (sum(losses) / 3).backward()  # type: ignore[union-attr]
+    right = {name: p.grad for name, p in module.named_parameters()}
+    found = wanted(lambda: built().double().eval(), batches)
+    assert near({name: found[name] for name in right}, right)
