@@ -98,7 +98,7 @@ def outcomes(case: Case, mesh: DeviceMesh | None) -> list[str]:
 
 def _trained(case: Case, mesh: DeviceMesh | None, strands: int) -> list[Tensor]:
     """Losses and gradients of both steps. Raises Wrong if they are not the twin's."""
-    module, twin = (_seeded(case.make) for _ in range(2))  # a copy would lose gradient hooks
+    module, twin = (seeded(case.make) for _ in range(2))  # a copy would lose gradient hooks
     batches = [case.batch() for _ in range(MICRO_BATCHES)]
     mine = batches
     if mesh is not None and case.lay_out is not None:
@@ -111,7 +111,7 @@ def _trained(case: Case, mesh: DeviceMesh | None, strands: int) -> list[Tensor]:
         )
     found: list[Tensor] = []
     for number in (1, 2):
-        wanted = _eager(case, twin, batches)
+        wanted = eager(case, twin, batches)
         step(mine)
         own = [
             wanted[index]
@@ -119,7 +119,7 @@ def _trained(case: Case, mesh: DeviceMesh | None, strands: int) -> list[Tensor]:
             if any(batches[index] is each for each in mine)
         ]
         found += [*step.losses, *_gradients(module).values()]
-        _compare_losses(case, number, step.losses, own)
+        compare_losses(case, number, step.losses, own)
         _compare_gradients(case, number, module, twin)
         for each in (module, twin):
             torch.optim.SGD(each.parameters(), lr=LEARNING_RATE).step()
@@ -129,12 +129,12 @@ def _trained(case: Case, mesh: DeviceMesh | None, strands: int) -> list[Tensor]:
     return [each.detach().clone() for each in found]
 
 
-def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(7)
     return make()
 
 
-def _eager(case: Case, twin: nn.Module, batches: list[Batch]) -> list[Tensor]:
+def eager(case: Case, twin: nn.Module, batches: list[Batch]) -> list[Tensor]:
     losses = []
     for batch in batches:
         loss = case.loss(twin, *batch)
@@ -158,7 +158,7 @@ def _gradients(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _compare_losses(case: Case, number: int, found: list[Tensor], wanted: list[Tensor]) -> None:
+def compare_losses(case: Case, number: int, found: list[Tensor], wanted: list[Tensor]) -> None:
     for one, other in zip(found, wanted, strict=True):
         if not torch.allclose(one, other, rtol=case.bound, atol=case.bound):
             raise Wrong(f"step {number}: loss {float(one)}, eager {float(other)}")

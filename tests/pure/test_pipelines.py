@@ -19,12 +19,17 @@ from interlace.ir.actions import (
     together,
     weight_gradient,
 )
-from interlace.ir.stage_messages import Send, chain
+from interlace.ir.stage_messages import Item, Receive, Send, chain
 from interlace.schedules.eager_folded import depth_for, period_ns
 from interlace.schedules.finder import find, names
 from interlace.schedules.grid import as_grid
 from interlace.schedules.schedule_text import read_schedule, write_schedule
-from interlace.schedules.sends_receives import check_messages, with_messages, without_messages
+from interlace.schedules.sends_receives import (
+    check_messages,
+    with_early_receives,
+    with_messages,
+    without_messages,
+)
 from interlace.schedules.torch_csv import from_csv, to_csv
 from interlace.schedules.verify import ScheduleError, check_ranks
 from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, PipelineStep, simulate_pipeline
@@ -327,3 +332,32 @@ def test_names_of_other_places() -> None:
     assert [find(name).name for name in asked] == [
         "one_f_one_b", "interleaved", "zb_v", "dual_pipe_v",
     ]  # fmt: skip
+
+
+@given(
+    ranks=st.integers(1, 4),
+    micro_batches=st.integers(1, 6),
+    early=st.integers(0, 3),
+    name=st.sampled_from(["one_f_one_b", "zb_v", "folded", "interleaved"]),
+)
+def test_early_receives_keep_their_order(
+    ranks: int, micro_batches: int, early: int, name: str
+) -> None:
+    """Nothing is lost, receives and all else keep their orders, and none goes further ahead."""
+    schedule = find(name)
+    actions = schedule.of_ranks(ranks, micro_batches)
+    edges = chain(ranks * schedule.chunks)
+    for items in with_messages(actions, edges):
+        found = with_early_receives(items, early)
+        for keep in (True, False):
+            assert [i for i in found if isinstance(i, Receive) == keep] == [
+                i for i in items if isinstance(i, Receive) == keep
+            ]
+        for item in items:
+            if isinstance(item, Receive):
+                before, now = (_actions_before(each, item) for each in (items, found))
+                assert max(0, before - early) <= now <= before
+
+
+def _actions_before(items: Sequence[Item], item: Item) -> int:
+    return sum(isinstance(each, Action) for each in items[: items.index(item)])

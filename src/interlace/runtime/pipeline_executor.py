@@ -21,7 +21,13 @@ from interlace.runtime.executor import Batch, StepExecutor, StepRun
 from interlace.runtime.handovers import Carried, Handovers
 from interlace.runtime.recorder import Recorder
 from interlace.runtime.stage_link import Arrival, ReplicaSum, StageLink, as_traced
+from interlace.schedules.sends_receives import with_early_receives
 from interlace.schedules.stage import StageSchedule
+
+
+_EARLY = 2
+"""Actions by which receives are posted earlier on gloo; a choice, as much memory as two messages
+of each kind."""
 
 
 class PipelineExecutor(StepExecutor):
@@ -75,7 +81,10 @@ class PipelineExecutor(StepExecutor):
     def _listed(self, count: int) -> tuple[tuple[Item, ...], Wiring]:
         if count not in self._items:
             self._step_actions(count)
-            self._items[count] = self._stage.items(count), self._stage.wiring(count)
+            items = self._stage.items(count)
+            if self.link.is_unordered:
+                items = with_early_receives(items, _EARLY)
+            self._items[count] = items, self._stage.wiring(count)
         return self._items[count]
 
     def passes(self, count: int) -> Counter[int]:

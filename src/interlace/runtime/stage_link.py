@@ -64,6 +64,8 @@ class StageLink:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.data_ranks = 1 if replicas is None else dist.get_world_size(replicas)
+        self.is_unordered = dist.get_backend(group) == "gloo"
+        """Whether no message waits for another one, as it does in a stream of NCCL."""
         self._group = group
         self._replicas = replicas
         self._device = device

@@ -37,6 +37,25 @@ def with_messages(
     return tuple(tuple(items) for items in lists)
 
 
+def with_early_receives(items: Sequence[Item], actions: int) -> tuple[Item, ...]:
+    """The list of a rank with each receive so many actions earlier, in the same order. For a
+    transport that begins to move a message when both sides have come to it, and lets no message
+    wait for another one, as gloo: a rank in an action comes to nothing meanwhile."""
+    found: list[Item] = []
+    last = 0
+    for item in items:
+        if not isinstance(item, Receive):
+            found.append(item)
+            continue
+        place, left = len(found), actions
+        while place > last and (left or not isinstance(found[place - 1], Action)):
+            place -= 1
+            left -= isinstance(found[place], Action)
+        found.insert(place, item)
+        last = place + 1
+    return tuple(found)
+
+
 def without_messages(lists: Sequence[Sequence[Item]]) -> tuple[tuple[Action, ...], ...]:
     """The actions alone."""
     return tuple(tuple(item for item in items if isinstance(item, Action)) for items in lists)

@@ -1,0 +1,120 @@
+"""Modules that this project did not write, over the ranks of a pipeline: the numbers of eager
+PyTorch, or a refusal by name. The rows are those of `strange_modules.py`.
+"""
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import strange_modules
+import torch
+from processes import gloo_group, run_ranks
+from strange_world import (
+    LEARNING_RATE,
+    MICRO_BATCHES,
+    QUICK,
+    RIGHT,
+    Case,
+    Wrong,
+    compare_losses,
+    eager,
+    made_up_costs,
+    seeded,
+)  # fmt: skip
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import interlace
+from interlace.errors import InterlaceError
+
+CASES = [case for case in strange_modules.CASES if case.lay_out is None]
+SCHEDULES = ("one_f_one_b", "zb_h1", "zb_v")
+"""Two chunks, two with backwards in halves, and four of these."""
+pytestmark = pytest.mark.timeout(900)
+
+
+def outcome(case: Case, mesh: DeviceMesh, schedule: str) -> str:
+    """What comes of two steps, with the case's change between them."""
+    try:
+        _trained(case, mesh, schedule)
+    except InterlaceError as error:
+        return f"refused: {type(error).__name__}: {error}"
+    except Wrong as error:
+        return f"wrong: {error}"
+    except Exception as error:  # told as an outcome: the other cases go on
+        return f"crashed: {type(error).__name__}: {error}"
+    return RIGHT
+
+
+def _trained(case: Case, mesh: DeviceMesh, schedule: str) -> None:
+    module, twin = (seeded(case.make) for _ in range(2))
+    batches = [case.batch() for _ in range(MICRO_BATCHES)]
+    with mock.patch("interlace.compiled.profile_strands", made_up_costs):
+        step = interlace.compile_step(
+            module, case.loss, batches[0], mesh=mesh, schedule=schedule, config=QUICK
+        )
+    for number in (1, 2):
+        wanted = eager(case, twin, batches)
+        step(batches)
+        compare_losses(case, number, step.losses, wanted)
+        _compare_stage(case, number, module, twin, step.strands.held_parameters)
+        for each in (module, twin):
+            torch.optim.SGD(each.parameters(), lr=LEARNING_RATE).step()
+            each.zero_grad()
+            if case.change is not None and number == 1:
+                case.change(each)
+
+
+def _compare_stage(
+    case: Case, number: int, module: nn.Module, twin: nn.Module, held: tuple[str, ...]
+) -> None:
+    """The gradients of this rank's stage, and of no other weights."""
+    names = {name.removeprefix("module.") for name in held}
+    right = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    own = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    if own.keys() != names & right.keys():
+        raise Wrong(f"step {number}: gradients of {sorted(own)}, the stage has {sorted(names)}")
+    largest = max(float(each.abs().max()) for each in right.values() if each.numel())
+    for name, gradient in own.items():
+        error = float((gradient - right[name]).abs().max()) if gradient.numel() else 0.0
+        if not error <= case.bound * largest:
+            raise Wrong(f"step {number}: gradient of {name} is off by {error} of {largest}")
+
+
+def every_case() -> dict[str, dict[str, str]]:
+    """In a rank: what comes of each case, by schedule."""
+    torch.set_num_threads(1)
+    with gloo_group(60):
+        world = int(os.environ["WORLD_SIZE"])
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))
+        return {
+            case.name: {schedule: outcome(case, mesh, schedule) for schedule in SCHEDULES}
+            for case in CASES
+        }
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, dict[str, str]]]:
+    """Outcomes by rank, case and schedule."""
+    results: list[Any] = run_ranks("test_strange_pipelines:every_case", 2, timeout_s=600)
+    return [result.value for result in results]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_right_or_refused(case: Case, found: list[dict[str, dict[str, str]]]) -> None:
+    """On both ranks alike. A model may be too small for so many chunks."""
+    for schedule in SCHEDULES:
+        of_ranks = [each[case.name][schedule] for each in found]
+        for each in of_ranks:
+            if each == RIGHT and not case.refused:
+                continue
+            assert each.startswith("refused"), each
+            assert case.refused or "too few for" in each, each
+
+
+def test_most_are_right(found: list[dict[str, dict[str, str]]]) -> None:
+    """Refusals are for what cannot run."""
+    can_run = [case.name for case in CASES if not case.refused]
+    right = [name for name in can_run if found[0][name]["one_f_one_b"] == RIGHT]
+    assert len(right) > 0.9 * len(can_run)
