@@ -24,7 +24,6 @@ from interlace.runtime.stage_link import Arrival, ReplicaSum, StageLink, as_trac
 from interlace.schedules.sends_receives import with_early_receives
 from interlace.schedules.stage import StageSchedule
 
-
 _EARLY = 2
 """Actions by which receives are posted earlier on gloo; a choice, as much memory as two messages
 of each kind."""
