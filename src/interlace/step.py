@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.decompose.listing import Listing
+from interlace.errors import InputError
 from interlace.graphs.dropout import seeds_for
 from interlace.ir.actions import Action
 from interlace.ir.costs import CostTable
@@ -18,6 +19,8 @@ from interlace.ir.timeline import Timeline
 from interlace.ranks.agree import Content
 from interlace.ranks.determinism import nondeterminism
 from interlace.runtime.executor import Batch, StepExecutor
+from interlace.runtime.pipeline_executor import PipelineExecutor
+from interlace.runtime.pipeline_record import PipelineRecord
 from interlace.runtime.recorder import Clock, Recorder, clock_for
 from interlace.runtime.stage_link import StageLink
 from interlace.runtime.traced_strands import Strands
@@ -136,6 +139,21 @@ class Step:
         self._run(micro_batches, recorder)
         return recorder.timeline(label, rank)
 
+    def record_pipeline(self, micro_batches: Sequence[Batch]) -> PipelineRecord:
+        """The same step of a pipeline, with the times of the actions of all ranks, and the step
+        that the simulator makes of them. Collective over the pipeline.
+
+        Raises InputError for a step that is none of a pipeline."""
+        executor = self.executor
+        if not isinstance(executor, PipelineExecutor):
+            raise InputError(
+                "this step is none of a pipeline, and only one rank runs it",
+                hint="record() gives the timeline of this rank",
+            )
+        self.losses, record = executor.record(self._begin(micro_batches))
+        self.tensors.finish()
+        return record
+
     @property
     def digests(self) -> dict[str, str]:
         """What all ranks must have alike: the order of operators, and that of actions."""
@@ -167,15 +185,19 @@ class Step:
         )
 
     def _run(self, micro_batches: Sequence[Batch], recorder: Recorder | None) -> Tensor:
+        self.losses = self.executor.step(self._begin(micro_batches), recorder)
+        self.tensors.finish()
+        return torch.stack(self.losses).mean()
+
+    def _begin(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+        """The micro-batches with the seeds of their masks."""
         if self.tensors.begin(micro_batches):
             self.executor.rebind({**self.strands.buffers(), **self.tensors.constants})
         batches = micro_batches
         if self.strands.takes_seeds:
             batches = [(*batch, self.seeds(index)) for index, batch in enumerate(batches)]
         self.number += 1
-        self.losses = self.executor.step(batches, recorder)
-        self.tensors.finish()
-        return torch.stack(self.losses).mean()
+        return batches
 
     @cached_property
     def _clock(self) -> Clock:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,6 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import interlace
 from interlace.errors import InputError, InterlaceError
+from interlace.report.pipeline_picture import pipeline_png
+from interlace.schedules.finder import find
+from interlace.sim.pipeline_step import ACTION
 
 BLOCKS = ("blocks.2", "blocks.4", "blocks.7")
 STEPS = 4
@@ -212,26 +216,56 @@ def several_steps() -> dict[str, Any]:
             return step
 
         right = trained(built, alone, set())
+        try:
+            alone(built()).record_pipeline(language(2))
+            refusal = ""
+        except InputError as error:
+            refusal = error.message
         probe = built()
-        staged(probe)(language(2))
+        step = staged(probe)
+        record = step.record_pipeline(language(6))
+        picture = pipeline_png(record.actions, record.measured, title="measured")
+        recorded = [
+            [span.name for span in timeline.spans if span.kind == ACTION]
+            for timeline in record.measured.timelines
+        ]
+        in_order = all(
+            one.end_ns <= other.start_ns
+            for timeline in record.measured.timelines
+            for one, other in pairwise(timeline.spans)
+        )
         held = {name for name, p in probe.named_parameters() if p.grad is not None}
         found = trained(built, staged, held)
         steps[-1].check_ranks()
         return {
             "different": [name for name in found if not torch.equal(found[name], right[name])],
             "held": sorted(held),
+            "refusal": refusal,
+            "recorded": recorded == [[str(a) for a in own] for own in record.actions] and in_order,
+            "actions": len(recorded[0]),
+            "picture": picture.startswith(b"\x89PNG"),
+            "times": min(record.predicted.step_ns, *record.costs.messages_ns.values()) > 0,
+            "edges": sorted(record.costs.messages_ns),
+            "summary": record.summary().count("bubble"),
             "losses": sum(name.startswith("loss") for name in found),
         }
 
 
 def test_several_steps_of_training() -> None:
     """Weights of each rank's stage, of which a tied one stays equal on both, and all losses; cut at
-    named sub-modules."""
+    named sub-modules. A step before them is recorded on both ranks."""
     first, last = (r.value for r in run_ranks("test_pipeline_models:several_steps", 2,
                                               timeout_s=200))  # fmt: skip
     for found in (first, last):
         assert found["different"] == []
         assert found["losses"] == STEPS
+        assert found["recorded"]
+        assert found["picture"]
+        assert found["times"]
+        wanted_actions = find("dual_pipe_v").of_ranks(2, 6)[0]
+        assert (found["actions"], found["summary"]) == (len(wanted_actions), 2)
+        assert found["edges"] == [[0, 1], [2, 3]]
+        assert "none of a pipeline" in found["refusal"]
     blocks = [[n for n in each["held"] if n.endswith("weight") and "blocks" in n]
               for each in (first, last)]  # fmt: skip
     assert blocks[0] == [f"blocks.{i}.weight" for i in (0, 1, 7, 8)]

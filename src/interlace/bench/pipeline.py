@@ -3,7 +3,8 @@
 Two ranks, one core each, run a GPT of plain PyTorch in float32, cut into the same chunks by both.
 Once over the machine's own link, and once over links of a lab whose rate lets what a rank sends in
 a step under 1F1B take a good part of the step. All ways take turns step by step in one run, and
-their gradients are compared before. The first steps of each way are not counted.
+their gradients are compared before. The first steps of each way are not counted. Then some steps
+are recorded, and simulated with their own times.
 """
 
 import json
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 from interlace.bench.results import ResultRow, environment, speedup, write_json
 from interlace.errors import RunError
@@ -70,8 +72,12 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     return 0
 
 
-def measure(rate: str, *, quick: bool) -> dict[str, list[int]]:
-    """ns of each step of each way. RunError when a rank fails."""
+_Times = dict[str, dict[str, list[int]]]
+"""`times`: ns of each step of each way; `predicted`: ns of our schedules' steps, simulated."""
+
+
+def measure(rate: str, *, quick: bool) -> _Times:
+    """What one run of the ranks found. RunError when a rank fails."""
     job = {
         "size": _QUICK if quick else _FULL,
         "schedules": _SCHEDULES,
@@ -89,13 +95,14 @@ def measure(rate: str, *, quick: bool) -> dict[str, list[int]]:
                 f"the ranks of the bench ended with exit code {code}",
                 hint="the message of a rank is above",
             )
-        times: dict[str, list[int]] = json.loads(result.read_text(encoding="utf-8"))
-        return times
+        found: _Times = json.loads(result.read_text(encoding="utf-8"))
+        return found
 
 
-def rows_of(link: str, times_ns: Mapping[str, Sequence[int]]) -> list[ResultRow]:
-    """Each of our schedules against PyTorch's runtime: running the same one, and running 1F1B."""
-    times = {name: [each / 1e6 for each in found] for name, found in times_ns.items()}
+def rows_of(link: str, found: Mapping[str, Mapping[str, Sequence[int]]]) -> list[ResultRow]:
+    """Each of our schedules against PyTorch's runtime: running the same one, and running 1F1B; and
+    against the simulator."""
+    times = {name: [each / 1e6 for each in own] for name, own in found["times"].items()}
     rows = []
     for ours, theirs, _ in _SCHEDULES:
         mine = times[f"ours {ours}"]
@@ -103,4 +110,19 @@ def rows_of(link: str, times_ns: Mapping[str, Sequence[int]]) -> list[ResultRow]
             case = f"{ours}, {link}"
             rows.append(speedup(case, "speedup_vs_pytorch", mine, times[f"torch {theirs}"]))
         rows.append(speedup(f"{ours}, {link}", "speedup_vs_1f1b", mine, times[_BASELINE]))
+        rows.append(_predicted(f"{ours}, {link}", found["predicted"][ours], median(mine)))
     return rows
+
+
+def _predicted(case: str, predicted_ns: Sequence[int], measured_ms: float) -> ResultRow:
+    """The simulator's step over the median of those that were measured; the spread is that of
+    recorded steps, of which each gives the simulator its times."""
+    ratios = [each / 1e6 / measured_ms for each in predicted_ns]
+    return ResultRow(
+        case=case,
+        metric="predicted_over_measured",
+        ours=median(predicted_ns) / 1e6,
+        baseline=measured_ms,
+        ratio=median(ratios),
+        spread=(min(ratios), max(ratios)),
+    )

@@ -24,12 +24,15 @@ from interlace.bench.pipeline_rivals import build_rival
 from interlace.config import PlanConfig
 from interlace.errors import RunError
 from interlace.ranks.launched import follow_launcher
+from interlace.step import Step
 
 Batch = tuple[Tensor, ...]
 _LIMIT = timedelta(seconds=300)
 """Limit of every wait of the bench; no step takes nearly so long."""
 _WARM_UP = 2
 """Steps of each way that are not timed."""
+_RECORDED = 5
+"""Steps of each of our ways that are recorded for a prediction."""
 _BOUND = 1e-4
 """By how much gradients in float32 may differ between the runtimes, of the largest one; they add
 up in other orders."""
@@ -93,8 +96,10 @@ Way = Callable[[Sequence[Batch]], Mapping[str, Tensor]]
 """Runs a step, and gives this rank's gradients by the names of the whole model."""
 
 
-def our_way(size: Mapping[str, int], schedule: str, chunks: int, mesh: DeviceMesh) -> Way:
-    """A schedule on our runtime."""
+def our_way(
+    size: Mapping[str, int], schedule: str, chunks: int, mesh: DeviceMesh
+) -> tuple[Way, Step]:
+    """A schedule on our runtime; and its step, for predictions."""
     model = Gpt(size)
     total = chunks * mesh.size()
     starts = [f"blocks.{size['blocks'] * k // total}" for k in range(1, total)]
@@ -110,7 +115,7 @@ def our_way(size: Mapping[str, int], schedule: str, chunks: int, mesh: DeviceMes
         step(batches)
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
-    return run
+    return run, step
 
 
 def batches_of(size: Mapping[str, int]) -> list[Batch]:
@@ -160,15 +165,21 @@ def main(job_path: str, result_path: str) -> int:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
         size: Any = job["size"]
         ways: dict[str, Way] = {}
+        steps: dict[str, Step] = {}
         for ours, theirs, chunks in job["schedules"]:
-            ways[f"ours {ours}"] = our_way(size, ours, chunks, mesh)
+            ways[f"ours {ours}"], steps[ours] = our_way(size, ours, chunks, mesh)
             if theirs:
                 ways[f"torch {theirs}"] = build_rival(Gpt, size, theirs, chunks, loss_of)
         batches = batches_of(size)
         check_same(ways, batches)
         times = take_turns(ways, batches, job["repeats"])
+        predicted = {
+            name: [step.record_pipeline(batches).predicted.step_ns for _ in range(_RECORDED)]
+            for name, step in steps.items()
+        }
         if dist.get_rank() == 0:
-            Path(result_path).write_text(json.dumps(times), encoding="utf-8")
+            found = json.dumps({"times": times, "predicted": predicted})
+            Path(result_path).write_text(found, encoding="utf-8")
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ chunks.py             graphs of a model cut into those of its chunks, which rank
 handovers.py          what chunks hand to each other
 executor.py           one optimizer step, action by action, operators issued in plan order
 pipeline_executor.py  the same on a rank of a pipeline, with what it sends and receives
+pipeline_record.py    what all ranks of a pipeline did in a step, and what was predicted
 stage_link.py         tensors on their way between the ranks of a pipeline
 recorder.py           a lowered graph run operator by operator, with times
 eager_recorder.py     eager autograd as a timeline

@@ -19,6 +19,7 @@ from interlace.ir.plan import Plan
 from interlace.ir.stage_messages import Item, Send, StageMessage, Wiring
 from interlace.runtime.executor import Batch, StepExecutor, StepRun
 from interlace.runtime.handovers import Carried, Handovers
+from interlace.runtime.pipeline_record import ActionWatch, PipelineRecord, build_record
 from interlace.runtime.recorder import Recorder
 from interlace.runtime.stage_link import Arrival, ReplicaSum, StageLink, as_traced
 from interlace.schedules.sends_receives import with_early_receives
@@ -51,6 +52,8 @@ class PipelineExecutor(StepExecutor):
         )
         self.handovers = handovers
         self.link = link
+        self.watch: ActionWatch | None = None
+        """Notes times of the next step, where one is wanted."""
         self._stage = schedule
         self._loss = loss
         self._items: dict[int, tuple[tuple[Item, ...], Wiring]] = {}
@@ -85,6 +88,17 @@ class PipelineExecutor(StepExecutor):
                 items = with_early_receives(items, _EARLY)
             self._items[count] = items, self._stage.wiring(count)
         return self._items[count]
+
+    def record(self, batches: Sequence[Batch]) -> tuple[list[Tensor], PipelineRecord]:
+        """The losses of a step, and what all ranks did. Collective over the pipeline."""
+        self.link.meet("the start of a recorded step")
+        self.watch = watch = ActionWatch(self._tangent.device)
+        try:
+            losses = self.step(batches)
+        finally:
+            self.watch = None
+        lists = self._stage.lists(len(batches))
+        return losses, build_record(watch, lists, self.link, self.handovers)
 
     def passes(self, count: int) -> Counter[int]:
         """How many backwards, whole or halves, each chunk of this rank runs in a step."""
@@ -137,6 +151,7 @@ class _PipelineRun(StepRun):
     ) -> None:
         super().__init__(executor, batches, recorder)
         self.link = executor.link
+        self._watch = executor.watch
         self.handovers = executor.handovers
         self._wiring = wiring
         self._arrivals: dict[StageMessage, Arrival] = {}
@@ -148,9 +163,7 @@ class _PipelineRun(StepRun):
     def item(self, item: Item) -> None:
         """Run one item of the list."""
         if isinstance(item, Action):
-            for message in self._wiring.needed(item):
-                self._take_in(message)
-            self.action(item)
+            self._act(item)
             if self.link.data_ranks > 1:
                 self._begin_sums(item)
         elif isinstance(item, Send):
@@ -159,6 +172,16 @@ class _PipelineRun(StepRun):
             like = [value.like for value in self._values(item.message)]
             if like:
                 self._arrivals[item.message] = self.link.receive(like, item.rank, str(item))
+
+    def _act(self, action: Action) -> None:
+        watch = self._watch
+        turn = watch.now() if watch is not None else 0
+        for message in self._wiring.needed(action):
+            self._take_in(message)
+        ready = watch.now() if watch is not None else 0
+        self.action(action)
+        if watch is not None:
+            watch.noted.append((turn, ready, watch.now()))
 
     def end_sums(self) -> None:
         """Wait for the sums over replicas."""

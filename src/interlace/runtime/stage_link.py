@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     span = 1 + sum((size - 1) * step for size, step in steps)
     return tensor.as_strided((span,), (1,)).view(torch.uint8)
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class StageLink:
         """Whether no message waits for another one, as it does in a stream of NCCL."""
         self._group = group
         self._replicas = replicas
-        self._device = device
+        self.device = device
         self._leaving: deque[_Flight] = deque()
 
     def send(self, tensors: Sequence[Tensor], to: int, what: str) -> None:
@@ -88,9 +92,7 @@ class StageLink:
         """Be ready for tensors that lie in memory like these."""
         tensors, flights = [], []
         for each in like:
-            tensor = torch.empty_strided(
-                each.shape, each.stride(), dtype=each.dtype, device=self._device
-            )
+            tensor = self.empty(each)
             tensors.append(tensor)
             if not tensor.numel():
                 continue
@@ -100,6 +102,10 @@ class StageLink:
             assert work is not None
             flights.append(_Flight(work, memory, what))
         return Arrival(tuple(tensors), tuple(flights))
+
+    def empty(self, like: Tensor) -> Tensor:
+        """Memory of this rank for a value that is laid out so."""
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
 
     def wait(self, arrival: Arrival) -> tuple[Tensor, ...]:
         """The tensors of a message, once they are here. Raises RunError if they will not come."""
@@ -127,6 +133,18 @@ class StageLink:
         sizes = [tensor.numel() for tensor in begun.tensors]
         for tensor, part in zip(begun.tensors, begun.flight.memory.split(sizes), strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks have come here."""
+        with _said(what):
+            dist.barrier(group=self._group)
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank gives, by rank. Plain data only."""
+        found: list[Any] = [None] * self.ranks
+        with _said("a gathering of the ranks of the pipeline"):
+            dist.all_gather_object(found, value, group=self._group)
+        return found
 
     def add_up(self, tensor: Tensor, what: str) -> None:
         """Replace a tensor by its sum over the pipeline. All its ranks call it."""

@@ -78,7 +78,7 @@ class StageSchedule(Schedule):
 
     def texts(self, micro_batches: int, graphs: Collection[str], *, head: bool) -> list[str]:
         """The actions of all ranks."""
-        lists, _ = self._lists(micro_batches)
+        lists = self.lists(micro_batches)
         return [f"{rank}: {action}" for rank, own in enumerate(lists) for action in own]
 
     def counts(self) -> tuple[int, ...]:
@@ -86,6 +86,10 @@ class StageSchedule(Schedule):
         keep all chunks busy."""
         deep = 4 * self.ranks * self.chunks
         return tuple(sorted({deep, 2 * deep // 3, *range(1, MOST + 1)}, reverse=True))
+
+    def lists(self, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+        """The actions of all ranks."""
+        return self._lists(micro_batches)[0]
 
     def _lists(self, micro_batches: int) -> tuple[tuple[tuple[Action, ...], ...], Collection[Edge]]:
         assert self.edges is not None

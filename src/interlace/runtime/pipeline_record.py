@@ -1,0 +1,169 @@
+"""What all ranks of a pipeline did in a step, and what the simulator makes of the same times.
+
+The times of passes are those of the recorded step itself, and those of messages of messages that
+are sent for it with nothing else under way. So the prediction says what order and waiting cost,
+and where it differs from the step, something else happened: transfers that slow compute down, or
+a rank that was held up.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from interlace.ir.actions import Action, Direction, Share, Strand
+from interlace.ir.graph import COMPUTE_LANE
+from interlace.ir.stage_messages import Edge
+from interlace.ir.timeline import WAIT, Span, Timeline
+from interlace.runtime.handovers import Handovers
+from interlace.runtime.stage_link import StageLink
+from interlace.sim.pipeline_step import (
+    ACTION,
+    ChunkCosts,
+    PipelineCosts,
+    PipelineStep,
+    simulate_pipeline,
+)
+
+_PINGS = 5
+"""Messages of each kind that are timed; the median counts."""
+
+
+class ActionWatch:
+    """Notes when actions of this rank waited, began and ended, in ns of one clock. On a GPU it
+    waits for the device at each of them, so the step is slower than without."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.noted: list[tuple[int, int, int]] = []
+        """By action: when it was its turn, when its messages were there, and its end."""
+        self._device = device
+
+    def now(self) -> int:
+        """Nanoseconds, once the device has done everything."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter_ns()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRecord:
+    """A step of a pipeline, of all ranks."""
+
+    actions: tuple[tuple[Action, ...], ...]
+    """By rank."""
+    measured: PipelineStep
+    """Peaks are not measured, and are those of the simulation."""
+    predicted: PipelineStep
+    costs: PipelineCosts
+    """Medians of what was measured."""
+
+    @property
+    def predicted_over_measured(self) -> float:
+        """Of the step's time."""
+        return self.predicted.step_ns / self.measured.step_ns
+
+    def summary(self) -> str:
+        """Two lines for people."""
+        steps = (("measured", self.measured), ("predicted", self.predicted))
+        return "\n".join(
+            f"{name:9}  step {step.step_ns / 1e6:8.1f} ms  bubble {step.bubble_fraction:6.1%}"
+            for name, step in steps
+        )
+
+
+def build_record(
+    watch: ActionWatch,
+    actions: Sequence[Sequence[Action]],
+    link: StageLink,
+    handovers: Handovers,
+) -> PipelineRecord:
+    """The record of a step that this rank has watched. Collective over the pipeline."""
+    noted = link.gather(watch.noted)
+    ranks = tuple(tuple(own) for own in actions)
+    hops = _hops(link, handovers)
+    costs = _costs(ranks, noted, hops, handovers)
+    predicted = simulate_pipeline(ranks, costs)
+    first = [own[0][0] for own in noted]  # all left a barrier then: clocks of hosts may differ
+    timelines = tuple(
+        Timeline("measured", rank, _spans(ranks[rank], own, first[rank]))
+        for rank, own in enumerate(noted)
+    )
+    measured = PipelineStep(timelines, predicted.peak_bytes, predicted.peak_chunks)
+    return PipelineRecord(actions=ranks, measured=measured, predicted=predicted, costs=costs)
+
+
+def _spans(
+    actions: Sequence[Action], noted: Sequence[tuple[int, int, int]], origin: int
+) -> tuple[Span, ...]:
+    spans = []
+    for action, (turn, ready, end) in zip(actions, noted, strict=True):
+        slot = action.slots[0]
+        of = {"strand": str(slot.strand.direction), "micro_batch": slot.micro_batch}
+        if ready > turn:
+            spans.append(Span(str(action), WAIT, COMPUTE_LANE, turn - origin, ready - origin, **of))
+        spans.append(Span(str(action), ACTION, COMPUTE_LANE, ready - origin, end - origin, **of))
+    return tuple(spans)
+
+
+def _costs(
+    ranks: Sequence[Sequence[Action]],
+    noted: Sequence[Sequence[tuple[int, int, int]]],
+    hops: Mapping[Edge, int],
+    handovers: Handovers,
+) -> PipelineCosts:
+    lasted: dict[str, list[int]] = {}
+    for actions, own in zip(ranks, noted, strict=True):
+        for action, (_, ready, end) in zip(actions, own, strict=True):
+            lasted.setdefault(action.phase, []).append(end - ready)
+    ns = {phase: round(median(each)) for phase, each in lasted.items()}
+    count = len(handovers.rank_of)
+    chunks = [_chunk(ns, chunk if count > 1 else None) for chunk in range(count)]
+    pairs = {phase: each for phase, each in ns.items() if "+" in phase}
+    return PipelineCosts(chunks=chunks, pairs_ns=pairs, messages_ns=hops, edges=handovers.edges)
+
+
+def _chunk(ns: Mapping[str, int], chunk: int | None) -> ChunkCosts:
+    """The times of a chunk's passes; what never ran alone is 0, as nothing asks for it."""
+
+    def of(direction: Direction, share: Share = Share.WHOLE) -> int:
+        return ns.get(Strand(direction, chunk, share).text, 0)
+
+    first, late = of(Direction.BACKWARD, Share.INPUT), of(Direction.BACKWARD, Share.WEIGHT)
+    if not first and not late:
+        first = of(Direction.BACKWARD)
+    return ChunkCosts(forward_ns=of(Direction.FORWARD), input_ns=first, weight_ns=late)
+
+
+def _hops(link: StageLink, handovers: Handovers) -> dict[Edge, int]:
+    """By edge between two ranks: how long what goes over it takes, there or back, the longer one.
+    All ranks take part, one message at a time."""
+    found: dict[Edge, int] = {}
+    for (_, source, to), values in handovers.messages.items():
+        ends = handovers.rank_of[source], handovers.rank_of[to]
+        times = [_ping(link, [value.like for value in values], *ends) for _ in range(_PINGS)]
+        edge = min(source, to), max(source, to)
+        found[edge] = max(found.get(edge, 0), round(median(times)))
+    return found
+
+
+def _ping(link: StageLink, like: Sequence[torch.Tensor], source: int, to: int) -> int:
+    """ns from one rank to another: half of the way there and back."""
+    what = f"a message that is timed, from rank {source} to rank {to}"
+    link.meet(what)
+    took = 0
+    if link.rank in (source, to):
+        other = to if link.rank == source else source
+        arrival = link.receive(like, other, what)
+        tensors = [link.empty(each) for each in like]
+        began = time.perf_counter_ns()
+        if link.rank == source:
+            link.send(tensors, to, what)
+            link.wait(arrival)
+            took = (time.perf_counter_ns() - began) // 2
+        else:
+            link.wait(arrival)
+            link.send(tensors, source, what)
+        link.finish()
+    return max(link.gather(took))
