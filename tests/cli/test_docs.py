@@ -27,7 +27,7 @@ SHELL = ("sh", "bash", "console")
 NOT_RUN = {
     "docs/concepts/pipelines.md": [
         "writes into docs/pictures",
-        "needs two processes",
+        *(2 * ["needs two processes"]),
         "shows an error",
     ],
     "docs/guides/lab.md": ["needs root"],

@@ -68,6 +68,11 @@ class Handovers:
         return frozenset(name for name in names if self.rank in self.holders(name))
 
     @property
+    def is_alone(self) -> bool:
+        """Whether all chunks are on one rank."""
+        return len(set(self.rank_of)) == 1
+
+    @property
     def shared(self) -> tuple[str, ...]:
         """The parameters with a gradient that several ranks hold, such as a head tied to the
         embedding; in order."""

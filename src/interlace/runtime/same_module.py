@@ -1,7 +1,7 @@
 """What the ranks that compile a step of a user's module must hold alike."""
 
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -58,10 +58,11 @@ class ModuleAgreement:
         check_agreement({"graph": strands.measured.digest})
         self.check()
         self._check_seeds(strands.measured)
-        if strands.handovers is not None and self.mesh is not None:
+        if self.mesh is not None and PIPELINE_AXIS in (self.mesh.mesh_dim_names or ()):
             # From now on a rank's optimizer changes the weights of its own stage only.
-            stage = self._place(set(self.mesh.mesh_dim_names or ()) - {PIPELINE_AXIS})
-            self._ranks = self._with_place(stage)
+            axis = (self.mesh.mesh_dim_names or ()).index(PIPELINE_AXIS)
+            stage = self.mesh.mesh.narrow(axis, self.mesh.get_local_rank(axis), 1)
+            self._ranks = stage.flatten().tolist()
 
     def check(self) -> None:
         """Parameters and buffers as they are now."""
@@ -97,15 +98,6 @@ class ModuleAgreement:
         else:
             place = self._place({REPLICATE_AXIS})
         return {f"parameter {name!r}": place for name in self._per_rank}
-
-    def _with_place(self, place: Sequence[tuple[str, int]]) -> list[int]:
-        """The ranks of the mesh with these numbers on these axes."""
-        assert self.mesh is not None
-        found = self.mesh.mesh
-        for name, number in place:
-            axis = (self.mesh.mesh_dim_names or ()).index(name)
-            found = found.narrow(axis, number, 1)
-        return [int(rank) for rank in found.flatten()]
 
     def _place(self, without: Collection[str]) -> tuple[tuple[str, int], ...]:
         """This rank's numbers on the axes of the mesh, but for some."""

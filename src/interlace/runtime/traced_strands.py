@@ -85,7 +85,7 @@ class Strands:
     def held_parameters(self) -> tuple[str, ...]:
         """Names of the parameters that get a gradient and that this rank holds: of a pipeline,
         those of its stage."""
-        if self.handovers is None:
+        if self.handovers is None or self.handovers.is_alone:
             return self.parameters
         return tuple(name for name in self.parameters if name in self.handovers.held)
 
