@@ -181,13 +181,18 @@ class UserModule:
             names = [name for name in names if handovers.owner(name) == handovers.rank]
         return total_norm(self.gradients(names), link, self._example[0].device)
 
-    def begin(self, batches: Sequence[Batch]) -> bool:
+    def refresh(self, batches: Sequence[Batch]) -> bool:
         """Whether parameters or buffers were replaced. Raises InputError for micro-batches unlike
         the example, and RunError for a module that is no longer what was compiled."""
         check_batches(batches, self._example)
         replaced = self._binding.check()
         if replaced:
             self._gradients.rebind(self._chunk)
+        return replaced
+
+    def begin(self, batches: Sequence[Batch]) -> bool:
+        """The same, before a step, which adds to gradients."""
+        replaced = self.refresh(batches)
         self._gradients.begin()
         return replaced
 

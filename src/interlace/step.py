@@ -49,6 +49,10 @@ class StepTensors(Protocol):
         """What the graphs' inputs stand for, by (role, target)."""
         ...
 
+    def refresh(self, batches: Sequence[Batch]) -> bool:
+        """Check these micro-batches. Whether `constants` holds other tensors than before."""
+        ...
+
     def begin(self, batches: Sequence[Batch]) -> bool:
         """Get ready for these micro-batches, which are checked. Whether `constants` holds other
         tensors than it did at the step before."""
@@ -115,6 +119,14 @@ class Step:
         the same memory, so clone what is needed longer.
         """
         return self._run(micro_batches, None)
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """Their mean loss with the weights as they are now, on all ranks: forward only, nothing
+        dropped, gradients left alone. Over data-parallel ranks it is that of each rank's own.
+        Collective, as a step is."""
+        if self.tensors.refresh(micro_batches):
+            self._rebind()
+        return torch.stack(self.executor.evaluate(micro_batches)).mean()
 
     def actions(self, micro_batches: int) -> tuple[Action, ...]:
         """What this rank runs in a step of so many micro-batches, action by action; `print` shows
@@ -192,12 +204,15 @@ class Step:
     def _begin(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches with the seeds of their masks."""
         if self.tensors.begin(micro_batches):
-            self.executor.rebind({**self.strands.buffers(), **self.tensors.constants})
+            self._rebind()
         batches = micro_batches
         if self.strands.takes_seeds:
             batches = [(*batch, self.seeds(index)) for index, batch in enumerate(batches)]
         self.number += 1
         return batches
+
+    def _rebind(self) -> None:
+        self.executor.rebind({**self.strands.buffers(), **self.tensors.constants})
 
     @cached_property
     def _clock(self) -> Clock:

@@ -162,8 +162,10 @@ def beside_replicas() -> dict[str, Any]:
             module, loss_of, batches[0], mesh=mesh["dp_replicate"], strands=1, config=QUICK
         )
         step(batches)
+        evaluated = step.evaluate(batches)
         right = {**gradients_of(module), "losses": torch.stack(step.losses)}
         found: dict[str, Any] = {"all": sorted(set(right) - {"losses"})}
+        right["evaluated"] = evaluated
         for schedule in ("one_f_one_b", "dual_pipe_v"):
             found[schedule] = differing(built, batches, mesh, schedule, right)
         return found
@@ -363,3 +365,8 @@ def test_one_strand_is_what_eager_code_computes() -> None:
     right = {name: p.grad for name, p in module.named_parameters()}
     found = wanted(lambda: built().double().eval(), batches)
     assert near({name: found[name] for name in right}, right)
+    mean = torch.stack(losses).mean()
+    assert abs(found["evaluated"] / mean - 1) < 1e-12
+    dropped = wanted(lambda: built().double(), batches)
+    assert abs(dropped["evaluated"] / mean - 1) < 1e-12
+    assert abs(dropped["losses"].mean() / mean - 1) > 1e-4

@@ -78,8 +78,9 @@ def wanted(make: Callable[[], nn.Module], batches: list[tuple[Tensor, ...]]) -> 
     torch.manual_seed(11)
     step = interlace.compile_step(module, loss_of, batches[0], strands=1, config=QUICK)
     step(batches)
+    evaluated = step.evaluate(batches)
     found = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-    return {**found, "losses": torch.stack(step.losses)}
+    return {**found, "losses": torch.stack(step.losses), "evaluated": evaluated}
 
 
 def differing(
@@ -96,8 +97,9 @@ def differing(
         module, loss_of, batches[0], mesh=mesh, schedule=schedule, config=QUICK
     )
     step(batches)
+    evaluated = step.evaluate(batches)
     own = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    found = {**own, "losses": torch.stack(step.losses)}
+    found = {**own, "losses": torch.stack(step.losses), "evaluated": evaluated}
     return {
         "wrong": [name for name, value in found.items() if not torch.equal(value, right[name])],
         "own": sorted(own),
@@ -111,7 +113,7 @@ def every_schedule(micro_batches: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
         batches = language(micro_batches)
         right = wanted(built, batches)
-        names = sorted(name for name in right if name != "losses")
+        names = sorted(set(right) - {"losses", "evaluated"})
         found: dict[str, Any] = {"parameters": names}
         for schedule in SCHEDULES:
             found[schedule] = differing(built, batches, mesh, schedule, right)

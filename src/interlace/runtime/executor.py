@@ -152,19 +152,22 @@ class StepExecutor:
         """Losses of these micro-batches, forward only, with the weights as they are now."""
         gathers = labels_of(self.parts, Direction.FORWARD, Share.ONCE)
         forwards = labels_of(self.parts, Direction.FORWARD, Share.WHOLE)
-        for name in (*gathers, *forwards):
-            if name not in self._alone:
-                self._alone[name] = lower({name: self.parts[name]}, self.op_graphs[name].order)
         losses = []
         with self._plain_operators():
             for name in gathers:
-                StepRun(self, [], None).outputs(self._alone[name], {name: 0})
+                StepRun(self, [], None).outputs(self.alone(name), {name: 0})
             for batch in batches:
                 run = StepRun(self, [(*self._as_traced(batch), no_dropout())], None)
                 for name in forwards:
-                    run.run(self._alone[name], {name: 1})
+                    run.run(self.alone(name), {name: 1})
                 losses.append(run.losses[1])
         return losses
+
+    def alone(self, name: str) -> Lowered:
+        """The executable graph of a strand by itself, in the order in which it was traced."""
+        if name not in self._alone:
+            self._alone[name] = lower({name: self.parts[name]}, self.op_graphs[name].order)
+        return self._alone[name]
 
     def _as_traced(self, batch: Batch) -> Batch:
         """The batch with the strides that were traced: a copy of what has others, nothing else."""

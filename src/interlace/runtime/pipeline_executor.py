@@ -1,7 +1,8 @@
 """PipelineExecutor: what one rank of a pipeline runs in a step, between what it sends and receives.
 
-Receives are posted where the schedule has them, which is when the message leaves its rank, and an
-action waits only for what it reads itself. Sends are never waited for before the end of a step.
+Receives are posted where the schedule has them, which is when the message leaves its rank, or a
+little earlier where the transport allows it, and an action waits only for what it reads itself.
+Sends are never waited for before the end of a step.
 """
 
 from collections import Counter
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interlace.errors import InputError
-from interlace.graphs.parts import GraphPart
+from interlace.graphs.dropout import no_dropout
+from interlace.graphs.parts import SAVED, GraphPart
 from interlace.ir.actions import Action, Direction
 from interlace.ir.graph import OpGraph
 from interlace.ir.plan import Plan
@@ -74,20 +75,29 @@ class PipelineExecutor(StepExecutor):
             return self._losses(run.losses, count)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Not on a rank that has a stage of the model only."""
-        raise InputError(
-            "a rank of a pipeline cannot evaluate its stage alone",
-            hint="evaluate the whole model without a pipeline",
+        """Losses of these micro-batches, on all ranks, forward only. Every rank calls it."""
+        count = len(batches)
+        items, wiring = (
+            self._received_early(self._stage.forward_items(count)),
+            self._stage.wiring(count),
         )
+        inputs = [(*self._as_traced(batch), no_dropout()) for batch in batches]
+        run = _ForwardRun(self, inputs, None, wiring)
+        with self._plain_operators():
+            for item in items:
+                run.item(item)
+            self.link.finish()
+            return self._losses(run.losses, count)
 
     def _listed(self, count: int) -> tuple[tuple[Item, ...], Wiring]:
         if count not in self._items:
             self._step_actions(count)
-            items = self._stage.items(count)
-            if self.link.is_unordered:
-                items = with_early_receives(items, _EARLY)
+            items = self._received_early(self._stage.items(count))
             self._items[count] = items, self._stage.wiring(count)
         return self._items[count]
+
+    def _received_early(self, items: tuple[Item, ...]) -> tuple[Item, ...]:
+        return with_early_receives(items, _EARLY) if self.link.is_unordered else items
 
     def record(self, batches: Sequence[Batch]) -> tuple[list[Tensor], PipelineRecord]:
         """The losses of a step, and what all ranks did. Collective over the pipeline."""
@@ -195,8 +205,10 @@ class _PipelineRun(StepRun):
             if slot.strand.direction == Direction.FORWARD:
                 continue
             self._left_of_chunk[chunk] -= 1
+            if self._left_of_chunk[chunk]:
+                continue
             names = [n for n in sorted(self.handovers.owners) if self.handovers.owners[n] == chunk]
-            if names and not self._left_of_chunk[chunk]:
+            if names:
                 totals = [self.executor.constant("gradient", name) for name in names]
                 what = f"the sum of the gradients of chunk {chunk} over replicas"
                 self._sums.append(self.link.begin_sum(totals, what))
@@ -234,3 +246,17 @@ class _PipelineRun(StepRun):
             for (way, source, _), values in self.handovers.messages.items()
             if (way, source) == (message.direction, message.source)
         )
+
+
+class _ForwardRun(_PipelineRun):
+    """Forwards without their backwards."""
+
+    def action(self, action: Action) -> None:
+        """Run a forward in traced order, and drop what its backward would read."""
+        (slot,) = action.slots
+        label = slot.strand.label
+        lowered = self.executor.alone(label)
+        self.run(lowered, {label: slot.micro_batch})
+        for _, name in lowered.outputs:
+            if name.role == SAVED:
+                del self.handed[slot.micro_batch, name]

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from interlace.ir.actions import Action
+from interlace.ir.actions import Action, Direction
 from interlace.ir.stage_messages import Edge, Item, Wiring, chunks_of
 from interlace.schedules.finder import MOST, Schedule
 from interlace.schedules.sends_receives import check_messages, with_messages
@@ -71,6 +71,20 @@ class StageSchedule(Schedule):
         found = with_messages(lists, edges)
         check_messages(found, edges=edges, name=self.name)
         return found[self.rank]
+
+    def forward_items(self, micro_batches: int) -> tuple[Item, ...]:
+        """The forwards of this rank alone, in the same order, with their messages."""
+        lists, edges = self._lists(micro_batches)
+        forwards = tuple(
+            tuple(
+                Action((slot,))
+                for action in actions
+                for slot in action.slots
+                if slot.strand.direction == Direction.FORWARD
+            )
+            for actions in lists
+        )
+        return with_messages(forwards, edges)[self.rank]
 
     def wiring(self, micro_batches: int) -> Wiring:
         """Which messages its actions give and take."""

@@ -206,11 +206,15 @@ class TrainedWeights:
         self._weights = weights
         self._placements = placements
 
-    def begin(self, batches: Sequence[Batch]) -> bool:
+    def refresh(self, batches: Sequence[Batch]) -> bool:
         """The masters never move."""
+        return False
+
+    def begin(self, batches: Sequence[Batch]) -> bool:
+        """Sums begin at zero."""
         for total in self.sums.values():
             total.zero_()
-        return False
+        return self.refresh(batches)
 
     def finish(self) -> None:
         """Hand the sums to the masters."""
