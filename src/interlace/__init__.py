@@ -44,16 +44,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace.api import Step, clip_grad_norm_, compile_step
+    from interlace.api import (
+        Step,
+        clip_grad_norm_,
+        compile_step,
+        free_other_stages,
+        stage_parameters,
+    )
     from interlace.reshard import ReshardPlan, reshard
 
-__all__ = ["ReshardPlan", "Step", "__version__", "clip_grad_norm_", "compile_step", "reshard"]
+__all__ = [
+    "ReshardPlan",
+    "Step",
+    "__version__",
+    "clip_grad_norm_",
+    "compile_step",
+    "free_other_stages",
+    "reshard",
+    "stage_parameters",
+]
+_OF_API = ("Step", "clip_grad_norm_", "compile_step", "free_other_stages", "stage_parameters")
+"""Names that `api.py` has."""
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     """The public names, imported when they are first asked for."""
-    if name in ("Step", "clip_grad_norm_", "compile_step"):
+    if name in _OF_API:
         from interlace import api  # noqa: PLC0415 - imports torch
 
         return getattr(api, name)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from interlace.compiled import CachedTimes, Compilation, Constants, StepSettings
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
@@ -29,9 +28,7 @@ from interlace.ranks.agree import check_contents, refused_together
 from interlace.ranks.determinism import check_current, warn_of_other_bits
 from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.candidates import Candidates, trace_candidates
-from interlace.runtime.clipping import total_norm
 from interlace.runtime.gradients import ParameterGradients
-from interlace.runtime.handovers import Handovers
 from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.mesh_axes import (
     axis_of_group,
@@ -43,14 +40,14 @@ from interlace.runtime.mesh_axes import (
 from interlace.runtime.module_tree import refuse_gradient_hooks
 from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.stage_link import StageLink
-from interlace.runtime.step_inputs import check_batches, check_example, check_loss, check_wrappers
+from interlace.runtime.step_inputs import check_example, check_loss, check_wrappers
 from interlace.runtime.traced_strands import Strands, build_strands
+from interlace.runtime.user_module import LossFunction, ModuleWithLoss, UserModule
 from interlace.schedules.finder import Schedule, ScheduleFunction, find, sequential
 from interlace.schedules.stage import StageSchedule
 from interlace.step import Draws, Step
 
 Batch = tuple[Tensor, ...]
-LossFunction = Callable[..., Tensor]
 
 
 def compile_step(
@@ -135,10 +132,7 @@ def clip_grad_norm_(step: Step, max_norm: float) -> Tensor:
     of the pipeline, and over those that share a parameter."""
     tensors = step.tensors
     if not isinstance(tensors, UserModule):
-        raise InputError(
-            f"clip_grad_norm_ takes a step of compile_step, not one of {type(tensors).__name__}",
-            hint="interlace train clips by train.clip_norm",
-        )
+        raise _not_compiled(step, "clip_grad_norm_")
     norm = tensors.norm(step.strands.handovers, step.link)
     held = tensors.gradients(step.strands.held_parameters)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -147,75 +141,32 @@ def clip_grad_norm_(step: Step, max_norm: float) -> Tensor:
     return norm
 
 
-class UserModule:
-    """The tensors of a user's module, as a step needs them: still those that it was compiled for,
-    with gradients under autograd's rules. See `step.StepTensors`."""
-
-    def __init__(
-        self,
-        chunk: "ModuleWithLoss",
-        gradients: ParameterGradients,
-        binding: ModuleBinding,
-        example: Batch,
-        alike: ModuleAgreement,
-    ) -> None:
-        self._chunk = chunk
-        self._gradients = gradients
-        self._binding = binding
-        self._example = example
-        self.check_ranks = alike.check
-
-    @property
-    def constants(self) -> Constants:
-        """Parameters and gradient sums, by (role, target)."""
-        return self._gradients.constants
-
-    def gradients(self, names: Collection[str]) -> list[Tensor]:
-        """Those of these parameters, after a step."""
-        return self._gradients.given(names)
-
-    def norm(self, handovers: Handovers | None, link: StageLink | None) -> Tensor:
-        """That of all gradients of the model."""
-        names = [name for role, name in self.constants if role == "gradient"]
-        if handovers is not None and link is not None:
-            names = [name for name in names if handovers.owner(name) == handovers.rank]
-        return total_norm(self.gradients(names), link, self._example[0].device)
-
-    def refresh(self, batches: Sequence[Batch]) -> bool:
-        """Whether parameters or buffers were replaced. Raises InputError for micro-batches unlike
-        the example, and RunError for a module that is no longer what was compiled."""
-        check_batches(batches, self._example)
-        replaced = self._binding.check()
-        if replaced:
-            self._gradients.rebind(self._chunk)
-        return replaced
-
-    def begin(self, batches: Sequence[Batch]) -> bool:
-        """The same, before a step, which adds to gradients."""
-        replaced = self.refresh(batches)
-        self._gradients.begin()
-        return replaced
-
-    def finish(self) -> None:
-        """Put the gradients into `parameter.grad`."""
-        self._gradients.finish()
+def stage_parameters(step: Step) -> dict[str, nn.Parameter]:
+    """The parameters that this rank's stage of a pipeline reads or has gradients of, by name: what
+    a rank has to save, and to load. Without a pipeline all of the module."""
+    tensors = step.tensors
+    if not isinstance(tensors, UserModule):
+        raise _not_compiled(step, "stage_parameters")
+    return tensors.parameters(step.strands.handovers)
 
 
-class ModuleWithLoss(nn.Module):
-    """The module with its loss, which is traced as one."""
+def free_other_stages(step: Step) -> int:
+    """Free the memory of the parameters that only other stages use; the number of bytes.
 
-    def __init__(self, module: nn.Module, loss_fn: LossFunction) -> None:
-        super().__init__()
-        self.module = module
-        self.loss_fn = loss_fn
+    They stay in the module with their shapes and have no memory, so nothing may read them any more:
+    save `stage_parameters(step)`. Call it once, on all ranks, before optimizers and copies are
+    made."""
+    tensors = step.tensors
+    if not isinstance(tensors, UserModule):
+        raise _not_compiled(step, "free_other_stages")
+    return tensors.free_all_but(stage_parameters(step))
 
-    def forward(self, *batch: Tensor) -> Tensor:
-        """A scalar, equal on all ranks of the mesh that share it."""
-        loss = self.loss_fn(self.module, *batch)
-        if isinstance(loss, DTensor):
-            whole = [Replicate()] * loss.device_mesh.ndim
-            return loss.redistribute(placements=whole).to_local()
-        return loss
+
+def _not_compiled(step: Step, name: str) -> InputError:
+    return InputError(
+        f"{name} takes a step of compile_step, not one of {type(step.tensors).__name__}",
+        hint="interlace train keeps weights of its own",
+    )
 
 
 def _traced(

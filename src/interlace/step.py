@@ -124,7 +124,9 @@ class Step:
         """Their mean loss with the weights as they are now, on all ranks: forward only, nothing
         dropped, gradients left alone. Over data-parallel ranks it is that of each rank's own.
         Collective, as a step is."""
-        if self.tensors.refresh(micro_batches):
+        with torch.enable_grad():  # a caller's no_grad() changes nothing about a forward
+            replaced = self.tensors.refresh(micro_batches)
+        if replaced:
             self._rebind()
         return torch.stack(self.executor.evaluate(micro_batches)).mean()
 

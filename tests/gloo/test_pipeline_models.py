@@ -237,11 +237,23 @@ def several_steps() -> dict[str, Any]:
             for one, other in pairwise(timeline.spans)
         )
         held = {name for name, p in probe.named_parameters() if p.grad is not None}
-        found = trained(built, staged, held)
+        freed = []
+
+        def staged_alone(module: nn.Module) -> Any:
+            step = staged(module)
+            freed.append(interlace.free_other_stages(step))
+            return step
+
+        found = trained(built, staged_alone, held)
         steps[-1].check_ranks()
+        with torch.no_grad():
+            evaluated = steps[-1].evaluate(language(2))
+        others = sum(p.nbytes for name, p in probe.named_parameters() if name not in held)
         return {
             "different": [name for name in found if not torch.equal(found[name], right[name])],
             "held": sorted(held),
+            "freed": freed == [others] and bool(evaluated > 0),
+            "stage": sorted(interlace.stage_parameters(steps[-1])),
             "refusal": refusal,
             "recorded": recorded == [[str(a) for a in own] for own in record.actions] and in_order,
             "actions": len(recorded[0]),
@@ -262,6 +274,8 @@ def test_several_steps_of_training() -> None:
         assert found["different"] == []
         assert found["losses"] == STEPS
         assert found["recorded"]
+        assert found["freed"]
+        assert found["stage"] == found["held"]
         assert found["picture"]
         assert found["times"]
         wanted_actions = find("dual_pipe_v").of_ranks(2, 6)[0]

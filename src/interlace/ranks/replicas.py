@@ -48,7 +48,8 @@ _NO_SIGN = (1 << (64 - _SHIFT)) - 1
 @torch.no_grad()
 def fingerprints(tensors: Iterable[Tensor]) -> list[bytes]:
     """One digest per tensor, of its bytes, dtype and shape. Zeros of other signs and NaNs of other
-    payloads are other bytes. Tensors without memory (`meta`) are told apart by dtype and shape."""
+    payloads are other bytes. Tensors without memory (`meta`, or given back) are told apart by dtype
+    and shape."""
     given = [tensor.detach() for tensor in tensors]
     sums = [_sum_of_words(each) for each in given]
     values = _to_host(sums)
@@ -61,7 +62,7 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[bytes]:
 
 
 def _sum_of_words(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
+    if tensor.is_meta or (tensor.numel() and not tensor.untyped_storage().nbytes()):
         return torch.zeros((), dtype=torch.int64)
     content = tensor.contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=content.device)

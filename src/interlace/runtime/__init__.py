@@ -10,6 +10,7 @@ pipeline_record.py    what all ranks of a pipeline did in a step, and what was p
 stage_link.py         tensors on their way between the ranks of a pipeline
 recorder.py           a lowered graph run operator by operator, with times
 eager_recorder.py     eager autograd as a timeline
+user_module.py        a user's module with its loss, and its tensors
 gradients.py          buffers that graphs add to, handed out as `parameter.grad`
 clipping.py           the norm of gradients that lie on several ranks
 step_inputs.py        what a user gives to a step, checked

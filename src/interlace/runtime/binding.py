@@ -46,6 +46,7 @@ class ModuleBinding:
                     hint="register it in the module, pass loss_fn as an nn.Module that holds it, "
                     "or freeze it by requires_grad_(False)",
                 )
+        self._root = root
         self._tree = ModuleTree(root)
         self._tensors = ModuleTensors(root)
         self._reads = reads
@@ -53,6 +54,10 @@ class ModuleBinding:
         self._device = device
         self._modes = modes(device)
         self.check()
+
+    def accept(self) -> None:
+        """From now on parameters and buffers are to be as they are now."""
+        self._tensors = ModuleTensors(self._root)
 
     def check(self) -> bool:
         """Whether parameters or buffers were replaced by others of their kind, which the graphs

@@ -1,0 +1,115 @@
+"""A user's module as a step needs it: traced with its loss, and its tensors watched."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from interlace.parallel.local_parts import local
+from interlace.runtime.binding import ModuleBinding
+from interlace.runtime.clipping import total_norm
+from interlace.runtime.executor import Batch
+from interlace.runtime.gradients import ParameterGradients
+from interlace.runtime.handovers import Handovers
+from interlace.runtime.same_module import ModuleAgreement
+from interlace.runtime.stage_link import StageLink
+from interlace.runtime.step_inputs import check_batches
+
+Constants = Mapping[tuple[str, str], Tensor]
+"""What the graphs' inputs stand for, by (role, target)."""
+LossFunction = Callable[..., Tensor]
+"""Takes the module and a batch, and gives a scalar."""
+
+
+class UserModule:
+    """The tensors of a user's module, as a step needs them: still those that it was compiled for,
+    with gradients under autograd's rules. See `step.StepTensors`."""
+
+    def __init__(
+        self,
+        chunk: "ModuleWithLoss",
+        gradients: ParameterGradients,
+        binding: ModuleBinding,
+        example: Batch,
+        alike: ModuleAgreement,
+    ) -> None:
+        self._chunk = chunk
+        self._gradients = gradients
+        self._binding = binding
+        self._example = example
+        self.check_ranks = alike.check
+
+    @property
+    def constants(self) -> Constants:
+        """Parameters and gradient sums, by (role, target)."""
+        return self._gradients.constants
+
+    def parameters(self, handovers: Handovers | None) -> dict[str, nn.Parameter]:
+        """Those that this rank's stage uses, by the user's names."""
+        named = self._chunk.named_parameters()
+        held = None if handovers is None or handovers.is_alone else handovers.held
+        return {
+            name.removeprefix("module."): each
+            for name, each in named
+            if held is None or name in held
+        }
+
+    def free_all_but(self, kept: Mapping[str, nn.Parameter]) -> int:
+        """Give back the memory of all other parameters; its bytes."""
+        used = [*kept.values(), *self._chunk.buffers()]
+        addresses = {local(each).untyped_storage().data_ptr() for each in used}
+        freed = 0
+        for parameter in self._chunk.parameters():
+            storage = local(parameter).untyped_storage()
+            if storage.data_ptr() not in addresses:
+                freed += storage.nbytes()
+                storage.resize_(0)
+        self._binding.accept()
+        return freed
+
+    def gradients(self, names: Collection[str]) -> list[Tensor]:
+        """Those of these parameters, after a step."""
+        return self._gradients.given(names)
+
+    def norm(self, handovers: Handovers | None, link: StageLink | None) -> Tensor:
+        """That of all gradients of the model."""
+        names = [name for role, name in self.constants if role == "gradient"]
+        if handovers is not None and link is not None:
+            names = [name for name in names if handovers.owner(name) == handovers.rank]
+        return total_norm(self.gradients(names), link, self._example[0].device)
+
+    def refresh(self, batches: Sequence[Batch]) -> bool:
+        """Whether parameters or buffers were replaced. Raises InputError for micro-batches unlike
+        the example, and RunError for a module that is no longer what was compiled."""
+        check_batches(batches, self._example)
+        replaced = self._binding.check()
+        if replaced:
+            self._gradients.rebind(self._chunk)
+        return replaced
+
+    def begin(self, batches: Sequence[Batch]) -> bool:
+        """The same, before a step, which adds to gradients."""
+        replaced = self.refresh(batches)
+        self._gradients.begin()
+        return replaced
+
+    def finish(self) -> None:
+        """Put the gradients into `parameter.grad`."""
+        self._gradients.finish()
+
+
+class ModuleWithLoss(nn.Module):
+    """The module with its loss, which is traced as one."""
+
+    def __init__(self, module: nn.Module, loss_fn: LossFunction) -> None:
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        """A scalar, equal on all ranks of the mesh that share it."""
+        loss = self.loss_fn(self.module, *batch)
+        if isinstance(loss, DTensor):
+            whole = [Replicate()] * loss.device_mesh.ndim
+            return loss.redistribute(placements=whole).to_local()
+        return loss
