@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 from interlace.ir.actions import Action
 from interlace.report.theme import LIGHT, Theme
 from interlace.schedules.verify import pass_of
-from interlace.sim.pipeline_step import ACTION, PipelineStep
+from interlace.sim.pipeline_step import ACTION, MEASURED, PipelineStep
 from interlace.text import milliseconds, percent
 
 DOTS_PER_IN = 200
@@ -49,12 +49,14 @@ _FRAME = 0.04
 def pipeline_png(
     ranks: Sequence[Sequence[Action]], step: PipelineStep, *, title: str, theme: Theme = LIGHT
 ) -> bytes:
-    """PNG, 2800 px wide, of a simulated step of these actions."""
+    """PNG, 2800 px wide, of a step of these actions: simulated, or measured if its timelines are
+    called so."""
     height = _TITLE_IN + _AXIS_IN + _LEGEND_IN + len(ranks) * _LANE_IN
     figure = Figure(figsize=(_WIDTH_IN, height), dpi=DOTS_PER_IN, facecolor=theme.background)
     figure.text(0.02, (height - 0.40) / height, title, fontsize=17, weight="bold", color=theme.text)
+    how = "as measured" if step.timelines[0].label == MEASURED else "by simulation"
     subtitle = (
-        f"{milliseconds(step.step_ns)} ms by simulation; bubble {percent(step.bubble_fraction)} of "
+        f"{milliseconds(step.step_ns)} ms {how}; bubble {percent(step.bubble_fraction)} of "
         f"all ranks' time; values of at most {max(step.peak_chunks)} chunks kept on a rank"
     )
     figure.text(0.02, (height - 0.70) / height, subtitle, fontsize=12, color=theme.muted)

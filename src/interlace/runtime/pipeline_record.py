@@ -6,6 +6,7 @@ and where it differs from the step, something else happened: transfers that slow
 a rank that was held up.
 """
 
+import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from interlace.runtime.handovers import Handovers
 from interlace.runtime.stage_link import StageLink
 from interlace.sim.pipeline_step import (
     ACTION,
+    MEASURED,
     ChunkCosts,
     PipelineCosts,
     PipelineStep,
@@ -80,14 +82,18 @@ def build_record(
     handovers: Handovers,
 ) -> PipelineRecord:
     """The record of a step that this rank has watched. Collective over the pipeline."""
-    noted = link.gather(watch.noted)
+    of_ranks = link.gather((platform.node(), watch.noted))
+    noted = [own for _, own in of_ranks]
     ranks = tuple(tuple(own) for own in actions)
     hops = _hops(link, handovers)
     costs = _costs(ranks, noted, hops, handovers)
     predicted = simulate_pipeline(ranks, costs)
-    first = [own[0][0] for own in noted]  # all left a barrier then: clocks of hosts may differ
+    # Processes of one host have one clock. Clocks of hosts differ, but all left a barrier then.
+    first = [own[0][0] for own in noted]
+    if len({host for host, _ in of_ranks}) == 1:
+        first = [min(first)] * len(first)
     timelines = tuple(
-        Timeline("measured", rank, _spans(ranks[rank], own, first[rank]))
+        Timeline(MEASURED, rank, _spans(ranks[rank], own, first[rank]))
         for rank, own in enumerate(noted)
     )
     measured = PipelineStep(timelines, predicted.peak_bytes, predicted.peak_chunks)

@@ -16,6 +16,8 @@ from interlace.ir.stage_messages import Edge, StageMessage, Wiring, chain
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.schedules.verify import order_of_run
 
+MEASURED = "measured"
+"""Label of timelines of a step that was run, and not simulated."""
 ACTION = "action"
 """Kind of the spans in which a rank computes."""
 MESSAGE = "message"
