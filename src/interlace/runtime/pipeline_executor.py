@@ -58,6 +58,8 @@ class PipelineExecutor(StepExecutor):
         self._stage = schedule
         self._loss = loss
         self._items: dict[int, tuple[tuple[Item, ...], Wiring]] = {}
+        self._forwards: dict[int, tuple[tuple[Item, ...], Wiring]] = {}
+        """By number of micro-batches: what a step runs, and what an evaluation does."""
 
     def step(self, batches: Sequence[Batch], recorder: Recorder | None = None) -> list[Tensor]:
         """Losses of all micro-batches, on all ranks; gradients of their mean are added to the
@@ -77,10 +79,10 @@ class PipelineExecutor(StepExecutor):
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Losses of these micro-batches, on all ranks, forward only. Every rank calls it."""
         count = len(batches)
-        items, wiring = (
-            self._received_early(self._stage.forward_items(count)),
-            self._stage.wiring(count),
-        )
+        if count not in self._forwards:
+            forwards = self._received_early(self._stage.forward_items(count))
+            self._forwards[count] = forwards, self._stage.wiring(count)
+        items, wiring = self._forwards[count]
         inputs = [(*self._as_traced(batch), no_dropout()) for batch in batches]
         run = _ForwardRun(self, inputs, None, wiring)
         with self._plain_operators():
