@@ -213,11 +213,16 @@ class _Chunking:
             owners={
                 name: max(chunks) for name, chunks in _readers(self.backward, "gradient").items()
             },
-            readers={
-                name: tuple(sorted(chunks))
-                for name, chunks in _readers(self.forward, "parameter").items()
-            },
+            readers=self._parameter_readers(),
         )
+
+    def _parameter_readers(self) -> dict[str, tuple[int, ...]]:
+        """A backward that computes a layer again may read weights of the chunk before."""
+        found: dict[str, set[int]] = {}
+        for cut in (self.forward, self.backward):
+            for name, chunks in _readers(cut, "parameter").items():
+                found.setdefault(name, set()).update(chunks)
+        return {name: tuple(sorted(chunks)) for name, chunks in found.items()}
 
     def _strand(self, way: Direction, chunk: int, share: Share = Share.WHOLE) -> str:
         return Strand(way, chunk if self.count > 1 else None, share).label

@@ -50,7 +50,7 @@ class Handovers:
     owners: Mapping[str, int]
     """By parameter that gets a gradient, the chunk that adds it up."""
     readers: Mapping[str, tuple[int, ...]]
-    """By parameter, the chunks whose forward reads it."""
+    """By parameter, the chunks that read it."""
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The ranks that hold a parameter, in order: that read it, or add up its gradient."""

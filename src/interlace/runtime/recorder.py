@@ -234,10 +234,11 @@ class Recorder:
             begin, end = ns(event.start) - origin, ns(event.end) - origin
             name = event.strand if own_names else shown(event.strand)
             common = {"strand": name, "micro_batch": event.micro_batch}
-            op = self.graphs[event.strand].by_id[event.name]
-            if event.is_wait:
+            if event.is_wait:  # perhaps for a collective that another strand has started
                 spans.append(Span(event.name, WAIT, COMPUTE_LANE, begin, end, **common))
-            elif not event.is_collective:
+                continue
+            op = self.graphs[event.strand].by_id[event.name]
+            if not event.is_collective:
                 spans.append(Span(event.name, op.kind, COMPUTE_LANE, begin, end, **common))
             else:
                 spans.append(Span(event.name, op.kind, COMPUTE_LANE, begin, end, **common))
