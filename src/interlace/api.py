@@ -19,7 +19,6 @@ from interlace.compiled import CachedTimes, Compilation, Constants, StepSettings
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
 from interlace.errors import InputError
 from interlace.graphs.wide_sums import wide_sums
-from interlace.ir.plan import Plan
 from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import DataLayout
 from interlace.parallel.local_parts import local
@@ -43,7 +42,7 @@ from interlace.runtime.stage_link import StageLink
 from interlace.runtime.step_inputs import check_example, check_loss, check_wrappers
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.runtime.user_module import LossFunction, ModuleWithLoss, UserModule
-from interlace.schedules.finder import Schedule, ScheduleFunction, find, sequential
+from interlace.schedules.finder import Schedule, ScheduleFunction, find
 from interlace.schedules.stage import StageSchedule
 from interlace.step import Draws, Step
 
@@ -115,7 +114,7 @@ def compile_step(
         chunk, whole.held_parameters, whole.placements, dtype, replicas=has_replicas
     )
     times = _times(config, example_inputs, gradients.constants)
-    compilation = Compilation(candidates, _settings(config, overlap, chunk, data), times)
+    compilation = Compilation(candidates, _settings(config, overlap, whole, data), times)
     tensors = UserModule(chunk, gradients, binding, example_inputs, alike)
     step = _step(compilation, found, tensors, data_rank_of(mesh, whole), link)
     check_contents(step.contents)
@@ -228,9 +227,9 @@ def _link(module: nn.Module, mesh: DeviceMesh | None, example: Batch) -> StageLi
 
 
 def _settings(
-    config: PlanConfig, overlap: OverlapConfig, chunk: nn.Module, data: DataLayout | None
+    config: PlanConfig, overlap: OverlapConfig, strands: Strands, data: DataLayout | None
 ) -> StepSettings:
-    limits = memory_limits(RunConfig(plan=config), chunk, data)
+    limits = memory_limits(RunConfig(plan=config), strands.module, data, strands.held)
     return StepSettings(plan=config, overlap=overlap, limits=limits)
 
 
@@ -238,13 +237,6 @@ def _times(config: PlanConfig, example: Batch, constants: Constants) -> CachedTi
     say = logging.getLogger("interlace").warning
     link = RunConfig().link
     return CachedTimes(example=example, constants=constants, plan=config, link=link, say=say)
-
-
-def _plan(compilation: Compilation, strands: Strands, schedule: Schedule) -> Plan:
-    """Nothing is measured for a stage where all ranks run one strand at a time."""
-    if schedule.is_alone or schedule.interleaves:
-        return compilation.plan(strands, schedule)
-    return sequential(strands.op_graphs, schedule)
 
 
 def _step(
@@ -260,12 +252,6 @@ def _step(
         strands = compilation.candidates.whole
         plan = strands.sequential
     else:
-        given = compilation.given_plan()
-        strands = compilation.chosen(given)
-        if isinstance(schedule, StageSchedule):
-            assert strands.handovers is not None
-            schedule = schedule.with_edges(strands.handovers.edges)
-        plan = given or _plan(compilation, strands, schedule)
-        plan = compilation.checked(plan, strands)
+        strands, plan, schedule = compilation.scheduled(schedule)
     costs = compilation.tables.get(strands.digest)
     return Step(strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link)

@@ -23,7 +23,8 @@ from interlace.run_files import cache_directory
 from interlace.runtime.candidates import Candidates, choose_passes
 from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands
-from interlace.schedules.finder import Schedule
+from interlace.schedules.finder import Schedule, sequential
+from interlace.schedules.stage import StageSchedule
 from interlace.search.planner import make_plan
 from interlace.search.problem import MemoryLimits
 
@@ -146,3 +147,20 @@ class Compilation:
             limits=self._settings.limits,
             schedule=schedule,
         )
+
+    def scheduled(self, schedule: Schedule) -> tuple[Strands, Plan, Schedule]:
+        """What a step by this schedule works on, its plan, that of a file if the settings name one,
+        and the schedule for the chunks of this model. Nothing is measured for a stage of a pipeline
+        where all ranks run one strand at a time."""
+        given = self.given_plan()
+        strands = self.chosen(given)
+        if isinstance(schedule, StageSchedule):
+            assert strands.handovers is not None
+            schedule = schedule.with_edges(strands.handovers.edges)
+        if given is not None:
+            plan = given
+        elif schedule.is_alone or schedule.interleaves:
+            plan = self.plan(strands, schedule)
+        else:
+            plan = sequential(strands.op_graphs, schedule)
+        return strands, self.checked(plan, strands), schedule

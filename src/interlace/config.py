@@ -92,6 +92,8 @@ class ParallelConfig:
     """Ranks that share each sequence."""
     tensor: int = 1
     """Ranks that share each layer (tensor + sequence parallel)."""
+    pipeline: int = 1
+    """Stages into which the layers are dealt, each on ranks of its own (`[pipeline]`)."""
     context_method: Literal["ulysses", "ring"] = "ulysses"
     """`ulysses` exchanges sequence for heads around attention; `ring` sends keys and values around,
     with the sequence dealt out so that causal work is balanced."""
@@ -103,6 +105,18 @@ class ParallelConfig:
     or after each micro-batch, which keeps a shard (only with zero = 3)."""
     bucket_mib: float = 64.0
     """Largest data-parallel collective; a bucket never holds parameters of two layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """In which order the stages of `parallel.pipeline` run micro-batches, and where they begin."""
+
+    schedule: str = "one_f_one_b"
+    """A schedule of several ranks, as `interlace schedule` lists and compares them, or one of your
+    own as `module:function`."""
+    split_at: tuple[str, ...] = ()
+    """The sub-modules with which chunks begin, but the first, such as `layers.2`; empty gives
+    chunks equal shares of the arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +324,7 @@ class RunConfig:
     runs plain PyTorch autograd."""
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -329,6 +344,11 @@ class RunConfig:
 
 def world_of(parallel: ParallelConfig) -> int:
     """Ranks that a layout needs; a `data_shard` of -1 counts as 1."""
+    return world_of_stage(parallel) * parallel.pipeline
+
+
+def world_of_stage(parallel: ParallelConfig) -> int:
+    """Ranks of one stage of the pipeline: all of them, where there is no pipeline."""
     shard = max(1, parallel.data_shard)
     return parallel.data_replicate * shard * parallel.context * parallel.tensor
 
@@ -352,6 +372,12 @@ def modes_of(config: RunConfig) -> frozenset[Mode]:
 
 
 def tries_fallback(config: RunConfig) -> bool:
-    """Whether the plan has to prove itself: two strands, and steps enough to tell."""
+    """Whether the plan has to prove itself: two strands, and steps enough to tell. A pipeline runs
+    the schedule that it was given."""
     steps = config.plan.trial_steps
-    return config.strands == "2" and steps > 0 and config.train.steps >= 4 * (steps + 1)
+    return (
+        config.parallel.pipeline == 1
+        and config.strands == "2"
+        and steps > 0
+        and config.train.steps >= 4 * (steps + 1)
+    )

@@ -6,7 +6,14 @@ Each raises InputError with the field, the value and what to set.
 from dataclasses import replace
 from typing import Any
 
-from interlace.config import ParallelConfig, RunConfig, modes_of, parse_rate, world_of
+from interlace.config import (
+    ParallelConfig,
+    PipelineConfig,
+    RunConfig,
+    modes_of,
+    parse_rate,
+    world_of,
+)
 from interlace.errors import InputError
 
 _POSITIVE = (
@@ -18,6 +25,7 @@ _POSITIVE = (
     "parallel.data_replicate",
     "parallel.context",
     "parallel.tensor",
+    "parallel.pipeline",
     "parallel.bucket_mib",
     "data.sequence_length",
     "optimizer.learning_rate",
@@ -116,9 +124,14 @@ def check(config: RunConfig) -> None:
             hint="0 drops nothing",
         )
     _check_layout(config)
+    _check_pipeline(config)
     _check_shapes(config)
     of_one = {"eager", "1", "plain-1", "decomposed-1"}
-    if modes_of(config) - of_one and config.train.micro_batches < 2:
+    if (
+        config.parallel.pipeline == 1
+        and modes_of(config) - of_one
+        and config.train.micro_batches < 2
+    ):
         raise InputError(
             f"two strands need at least two micro-batches per step, and "
             f"train.micro_batches = {config.train.micro_batches}",
@@ -238,6 +251,39 @@ def _check_layout(config: RunConfig) -> None:
         )
 
 
+def _check_pipeline(config: RunConfig) -> None:
+    stages = config.parallel.pipeline
+    if stages == 1:
+        if config.pipeline != PipelineConfig():
+            raise InputError(
+                f"[pipeline] says how stages run, and parallel.pipeline = {stages}",
+                hint="set parallel.pipeline to the number of stages, or remove the table",
+            )
+        return
+    where = f"parallel.pipeline = {stages}"
+    if config.parallel.data_shard != 1:
+        raise InputError(
+            f"{where} beside parallel.data_shard = {config.parallel.data_shard}: the weights of a "
+            "stage are not sharded",
+            hint="set parallel.data_shard to 1, and parallel.data_replicate to the ranks of a "
+            "stage that see other data",
+        )
+    if config.strands != "2":
+        raise InputError(
+            f"{where} runs strands as pipeline.schedule says, and strands = {config.strands!r}",
+            hint='leave strands at "2"; 1F1B, ZB-V and others run one strand at a time',
+        )
+    for name, wrong in (
+        ("compare.steps", config.compare.steps),
+        ("plan.file", config.plan.file),
+    ):
+        if wrong:
+            raise InputError(
+                f"{where} and {name} = {wrong!r} cannot go together",
+                hint=f"leave {name} out; `interlace bench pipeline` compares schedules",
+            )
+
+
 def resolve_layout(config: RunConfig, world_size: int) -> RunConfig:
     """`config` for `world_size` ranks, with a `data_shard` of -1 replaced by a number.
 
@@ -264,7 +310,9 @@ def resolve_layout(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def _product(parallel: ParallelConfig, *, rest: bool = False) -> str:
-    names = ("data_replicate", "data_shard", "context", "tensor")
+    names = ["data_replicate", "data_shard", "context", "tensor"]
+    if parallel.pipeline > 1:
+        names.insert(0, "pipeline")
     parts = [
         f"parallel.{name} {getattr(parallel, name)}"
         for name in names

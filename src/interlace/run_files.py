@@ -26,6 +26,8 @@ DECOMPOSE = "decompose.json"
 """Which collectives were cut into sends and which not."""
 TIMELINES = "timelines"
 """Folder of `MODE-rankN.json`, see `timeline_name`."""
+PIPELINE = "pipeline.json"
+"""A step of all ranks of a pipeline, measured and simulated."""
 TENSORBOARD = "tensorboard"
 """Folder of TensorBoard's event files."""
 
@@ -35,6 +37,8 @@ PICTURE = "timeline.png"
 """The picture of one step."""
 TRACE = "trace.json.gz"
 """Recorded steps as a Chrome trace."""
+PIPELINE_PICTURE = "pipeline.png"
+"""The picture of a step of all ranks of a pipeline."""
 HEAT_MAP = "oef.png"
 """The picture of overlap effectiveness."""
 
@@ -42,9 +46,9 @@ MARKERS = (RUN, METRICS, COMPARISON)
 """A folder that holds one of these is that of a run."""
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 """JSON has none of these numbers, so metrics.jsonl holds them as strings."""
-_RECORDS = (METRICS, COMPARISON, PLAN, COSTS, ENVIRONMENT, DECOMPOSE)
+_RECORDS = (METRICS, COMPARISON, PLAN, COSTS, ENVIRONMENT, DECOMPOSE, PIPELINE)
 """What training writes, the run file apart."""
-_DRAWN = (REPORT, PICTURE, TRACE, HEAT_MAP)
+_DRAWN = (REPORT, PICTURE, TRACE, HEAT_MAP, PIPELINE_PICTURE)
 """What the report adds."""
 
 

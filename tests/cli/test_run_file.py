@@ -69,7 +69,7 @@ def test_strands_may_be_a_number(tmp_path):
         ("[trian]\nsteps = 3", "unknown key trian", "did you mean 'train'?"),
         ("steps = 3", "unknown key steps", "did you mean train.steps or compare.steps?"),
         ("[model]\nsteps = 3", "unknown key model.steps", "train.steps or compare.steps"),
-        ("[parallel]\npipeline = 2", "unknown key parallel.pipeline", "is not built yet: leave"),
+        ("[parallel]\nexpert = 2", "unknown key parallel.expert", "is not built yet: leave"),
         ("[parallel]\nexpert = 1", "unknown key parallel.expert", "expert parallelism is not"),
         ("train = 3", "train = 3 must be a table", "write [train]"),
         ('[train]\nsteps = "8"', "train.steps = '8' must be a whole number", "train.steps = 100"),

@@ -14,9 +14,9 @@ from strand_world import OPTIMIZER, Case, World, differences, losses_of, open_wo
 from torch import Tensor
 
 from interlace.parallel.local_parts import local
+from interlace.train.gradient_norm import clip_gradients
 from interlace.train.optimizer import build_optimizer
 from interlace.train.step_runners import StepRunner
-from interlace.train.weights import clip_gradients
 from phases import both
 
 RANDOM_PLANS = 5

@@ -138,9 +138,10 @@ def _differences(config: RunConfig, manifest: Manifest) -> list[tuple[str, Any, 
         saved = manifest.config.get(table)
         if table in _FREE or not isinstance(saved, dict) or not isinstance(values, dict):
             continue
+        plain = {key: list(new) if isinstance(new, tuple) else new for key, new in values.items()}
         found += [
             (f"{table}.{key}", saved[key], new)
-            for key, new in values.items()
+            for key, new in plain.items()
             if key in saved and saved[key] != new and f"{table}.{key}" not in _FREE_FIELDS
         ]
     return found

@@ -31,7 +31,6 @@ _EXPECTED = {
 """Types of values, in words for errors."""
 
 _NOT_BUILT = {
-    "parallel.pipeline": "pipeline parallelism",
     "parallel.expert": "expert parallelism",
 }
 """Fields that people look for, and that run files had until they were found to do nothing."""

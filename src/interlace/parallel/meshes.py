@@ -1,4 +1,4 @@
-"""Device meshes. Axis names are torchtitan's: `dp_replicate`, `dp_shard`, `cp`, `tp`.
+"""Device meshes. Axis names are torchtitan's: `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`.
 
 Ranks that share a sequence see different tokens of it, so for weights they are data-parallel
 ranks like any other: weights lie on a mesh whose `dp_shard` axis is `dp_shard` and `cp` together.
@@ -6,14 +6,39 @@ ranks like any other: weights lie on a mesh whose `dp_shard` axis is `dp_shard` 
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from interlace.config import ParallelConfig
+from interlace.config import ParallelConfig, world_of, world_of_stage
 
 REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "cp", "tp"
 """Names of the mesh axes, from the outermost to the innermost."""
 PIPELINE_AXIS = "pp"
-"""The axis of a user's mesh whose ranks run the stages of a pipeline."""
+"""The axis whose ranks run the stages of a pipeline; of a run it is the outermost."""
+_DATA_AXIS = "data"
+"""All ranks of a stage that see other tokens."""
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """The ranks with which one of a pipeline works."""
+
+    pipeline: dist.ProcessGroup
+    """One of each stage, in order."""
+    replicas: dist.ProcessGroup
+    """Those that hold the same weights of this stage."""
+    stage: dist.ProcessGroup
+    """All of this stage."""
+
+    @property
+    def number(self) -> int:
+        """Which stage this rank runs."""
+        return dist.get_rank(self.pipeline)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same weights."""
+        return dist.get_world_size(self.replicas)
 
 
 @dataclass(frozen=True)
@@ -24,6 +49,8 @@ class Meshes:
     """dp_replicate x dp_shard x cp x tp."""
     weights: DeviceMesh
     """dp_replicate x (dp_shard and cp, named dp_shard) x tp; the same ranks in the same order."""
+    stages: StageGroups | None = None
+    """In a pipeline, whose stages have meshes of their own."""
 
     @property
     def tensor(self) -> DeviceMesh:
@@ -60,20 +87,42 @@ class Meshes:
 
 
 def build_meshes(config: ParallelConfig, device_type: str) -> Meshes:
-    """The meshes of a run; the process group must exist and have the right size. Communicators
-    are made here, ahead of the first collective."""
+    """The meshes of a run, of a pipeline those of this rank's stage; the process group must exist
+    and have the right size. Communicators are made here, ahead of the first collective."""
     replicate, shard, context = config.data_replicate, config.data_shard, config.context
-    layout = init_device_mesh(
-        device_type,
-        (replicate, shard, context, config.tensor),
-        mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS),
+
+    def mesh(sizes: dict[str, int]) -> DeviceMesh:
+        sizes = {PIPELINE_AXIS: config.pipeline, **sizes} if config.pipeline > 1 else sizes
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    layout = mesh(
+        {
+            REPLICATE_AXIS: replicate,
+            SHARD_AXIS: shard,
+            CONTEXT_AXIS: context,
+            TENSOR_AXIS: config.tensor,
+        }
     )
-    weights = init_device_mesh(
-        device_type,
-        (replicate, shard * context, config.tensor),
-        mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS),
+    weights = mesh(
+        {REPLICATE_AXIS: replicate, SHARD_AXIS: shard * context, TENSOR_AXIS: config.tensor}
     )
-    return Meshes(layout, weights)
+    if config.pipeline == 1:
+        return Meshes(layout, weights)
+    stages = mesh({_DATA_AXIS: replicate * shard * context, TENSOR_AXIS: config.tensor})
+    of_stage = mesh({"stage": world_of_stage(config)})
+    return Meshes(
+        _without_pipeline(layout),
+        _without_pipeline(weights),
+        StageGroups(
+            pipeline=stages.get_group(PIPELINE_AXIS),
+            replicas=stages.get_group(_DATA_AXIS),
+            stage=of_stage.get_group("stage"),
+        ),
+    )
+
+
+def _without_pipeline(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS)]
 
 
 def axis_sizes(config: ParallelConfig) -> dict[str, int]:
@@ -94,7 +143,7 @@ def axis_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
         CONTEXT_AXIS: config.tensor,
         TENSOR_AXIS: 1,
     }
-    world = config.data_replicate * config.data_shard * config.context * config.tensor
+    world = world_of(config)
     return {
         axis: [
             tuple(range(first, first + size * strides[axis], strides[axis]))

@@ -11,6 +11,7 @@ from interlace.ir.timeline import Timeline
 from interlace.report import chrome, findings, html
 from interlace.report.heatmap import oef_png
 from interlace.report.load import RunRecord, is_cost_folder, load_run
+from interlace.report.pipeline_picture import pipeline_page_png
 from interlace.report.plots import timeline_png
 from interlace.report.tables import MODE_NAMES
 from interlace.report.theme import LIGHT, Theme
@@ -22,8 +23,9 @@ def build_report(source: Path, output: Path | None = None) -> list[Path]:
     page first.
 
     The page is `output`, or report.html in the folder, or that of the cost file with .html. If
-    steps were recorded, timeline.png and trace.json.gz stand beside it; if pairs were measured, a
-    heat map (names begin with the page's if `output` is given, or for a cost file). Raises
+    steps were recorded, timeline.png and trace.json.gz stand beside it, and pipeline.png if it was
+    a pipeline; if pairs were measured, a heat map (names begin with the page's if `output` is
+    given, or for a cost file). Raises
     InputError for a folder that holds no run or damaged files, RunError if writing fails.
     """
     if output is not None and output.is_dir():
@@ -51,6 +53,10 @@ def build_report(source: Path, output: Path | None = None) -> list[Path]:
         write_whole(picture, draw(LIGHT))
         write_whole(trace, chrome.trace_gz(record.timelines))
         written += [picture, trace]
+    if record.pipeline is not None:
+        stages = page.with_name(prefix + run_files.PIPELINE_PICTURE)
+        write_whole(stages, pipeline_page_png(record.pipeline))
+        written.append(stages)
     if record.costs and record.costs.pairs:
         heat_map = page.with_name(prefix + run_files.HEAT_MAP)
         write_whole(heat_map, oef_png(record.costs))

@@ -11,6 +11,7 @@ from interlace.ir.graph import COLLECTIVES, COMPUTE_LANE
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.report.load import RunRecord
 from interlace.report.tables import MODE_NAMES
+from interlace.sim.pipeline_step import ComparedStep
 from interlace.text import bits_per_token, milliseconds, number, percent
 
 _LONGEST_WAITS = 10
@@ -32,6 +33,10 @@ class Fact:
 
 def headline(record: RunRecord) -> str:
     """The one sentence: what was gained, and whether the losses are the same."""
+    if record.comparison is None and record.pipeline is not None:
+        bubble = percent(record.pipeline.measured.bubble_fraction)
+        ranks = len(record.pipeline.actions)
+        return f"The {ranks} ranks of a pipeline compute nothing in {bubble} of a step"
     if record.comparison is None:
         return "Two ways of running were not compared in this run"
     return f"{gain_sentence(record)}; {_identity(record.comparison)}"
@@ -223,3 +228,15 @@ def flat(table: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
             shown = value if isinstance(value, str) else repr(value)
             rows.append((prefix + key, shown))
     return rows
+
+
+def pipeline_sentence(compared: ComparedStep) -> str:
+    """What the picture of a pipeline's step comes to."""
+    measured, predicted = compared.measured, compared.predicted
+    waited = [percent(ns / measured.step_ns) for ns in measured.bubble_ns]
+    return (
+        f"The last step took {milliseconds(measured.step_ns)} ms from the first pass to the last. "
+        f"Ranks computed nothing in {', '.join(waited)} of it. Simulated from the times of its own "
+        f"passes and messages it takes {milliseconds(predicted.step_ns)} ms, "
+        f"{compared.predicted_over_measured:.2f} times that."
+    )

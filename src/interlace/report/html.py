@@ -11,6 +11,7 @@ from interlace.report import cost_tables, findings
 from interlace.report.charts import loss_svg, step_time_svg
 from interlace.report.heatmap import oef_png
 from interlace.report.load import RunRecord
+from interlace.report.pipeline_picture import pipeline_page_png
 from interlace.report.tables import (
     COLLECTIVE_HEADER,
     COMPARISON_HEADER,
@@ -27,7 +28,7 @@ def render(record: RunRecord, *, draw_timeline: Callable[[Theme], bytes], trace_
     """The page of a run. `draw_timeline` gives the PNG for a theme; called only if recorded."""
     timelines = record.first_ranks()
     unit = findings.loss_unit(record)
-    comparison = record.comparison
+    comparison, stages = record.comparison, record.pipeline
     plan, plan_lines_left = findings.plan_excerpt(record.plan)
     train, held_out = findings.points(record, "step"), findings.points(record, "evaluate")
     return _template("report.html.jinja").render(
@@ -45,6 +46,8 @@ def render(record: RunRecord, *, draw_timeline: Callable[[Theme], bytes], trace_
         difference=(comparison or {}).get("max_relative_difference_to_eager"),
         timeline=_themed(draw_timeline, "png") if timelines else None,
         trace_name=trace_name,
+        pipeline=_themed(lambda theme: pipeline_page_png(stages, theme), "png") if stages else None,
+        pipeline_summary=findings.pipeline_sentence(stages) if stages else "",
         modes=[_mode(mode, timeline) for mode, timeline in timelines.items()],
         ranks=_table(findings.RANK_HEADER, findings.rank_rows(record), 1),
         without_partner=findings.without_partner(timelines["2"]) if "2" in timelines else "",

@@ -16,6 +16,7 @@ from interlace.ir.costs import CostTable
 from interlace.ir.timeline import Timeline
 from interlace.report.tables import ordered_modes
 from interlace.run_files import read_metrics
+from interlace.sim.pipeline_step import ComparedStep
 
 _DAMAGED = "the file was changed or damaged after the run; repeat the run, or remove the file"
 """Hint where a file of a run cannot be read or does not hold what it should."""
@@ -34,6 +35,8 @@ class RunRecord:
     costs: CostTable | None
     timelines: dict[str, dict[int, Timeline]]
     """By mode, then by rank, in the order of reading: eager, one strand, two strands."""
+    pipeline: ComparedStep | None = None
+    """A step of all ranks of a pipeline, if the run was one."""
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """The events of one type, oldest first."""
@@ -73,6 +76,7 @@ def load_run(directory: Path) -> RunRecord:
         _check_numbers(event, metrics)
     comparison = directory / run_files.COMPARISON
     costs = directory / run_files.COSTS
+    pipeline = directory / run_files.PIPELINE
     return RunRecord(
         directory=directory,
         config=_toml(directory / run_files.RUN),
@@ -82,6 +86,7 @@ def load_run(directory: Path) -> RunRecord:
         plan=_text(directory / run_files.PLAN),
         costs=store.load(costs, CostTable) if costs.exists() else None,
         timelines=_timelines(directory / run_files.TIMELINES),
+        pipeline=store.load(pipeline, ComparedStep) if pipeline.exists() else None,
     )
 
 

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 from interlace.ir.actions import Action
 from interlace.report.theme import LIGHT, Theme
 from interlace.schedules.verify import pass_of
-from interlace.sim.pipeline_step import ACTION, MEASURED, PipelineStep
+from interlace.sim.pipeline_step import ACTION, MEASURED, ComparedStep, PipelineStep
 from interlace.text import milliseconds, percent
 
 DOTS_PER_IN = 200
@@ -44,6 +44,12 @@ _MS = 1e6
 """Nanoseconds of a millisecond."""
 _FRAME = 0.04
 """Space around rectangles, as a share of a lane; a choice."""
+
+
+def pipeline_page_png(compared: ComparedStep, theme: Theme = LIGHT) -> bytes:
+    """PNG of a step that was measured."""
+    title = f"One training step on the {len(compared.actions)} ranks of a pipeline"
+    return pipeline_png(compared.actions, compared.measured, title=title, theme=theme)
 
 
 def pipeline_png(

@@ -16,6 +16,7 @@ MODE_NAMES = {
     "1": "one strand",
     "plain-2": "two strands, not decomposed",
     "2": "two strands, interlaced",
+    "pipeline": "one stage of a pipeline",
     "decomposed-1": "one strand, all passes decomposed",
     "decomposed-2": "two strands, all passes decomposed",
 }

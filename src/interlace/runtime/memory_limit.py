@@ -1,5 +1,7 @@
 """What a rank needs beside the values of its graphs, and how much a plan may add."""
 
+from collections.abc import Collection
+
 from torch import nn
 
 from interlace.config import RunConfig
@@ -11,9 +13,16 @@ MIB = 2**20
 """Bytes of a MiB."""
 
 
-def constant_bytes(config: RunConfig, module: nn.Module, data: DataLayout | None) -> dict[str, int]:
-    """What a rank holds from the first step to the last, by name, where it runs strands."""
-    parts = [local(parameter) for parameter in module.parameters()]
+def constant_bytes(
+    config: RunConfig,
+    module: nn.Module,
+    data: DataLayout | None,
+    held: Collection[str] | None = None,
+) -> dict[str, int]:
+    """What a rank holds from the first step to the last, by name, where it runs strands. `held`
+    names the parameters of its stage of a pipeline."""
+    named = module.named_parameters()
+    parts = [local(each) for name, each in named if held is None or name in held]
     item = parts[0].element_size()
     elements = sum(part.numel() for part in parts)
     buckets = data.buckets if data is not None else ()
@@ -35,11 +44,17 @@ def constant_bytes(config: RunConfig, module: nn.Module, data: DataLayout | None
     return {name: size for name, size in held.items() if size}
 
 
-def memory_limits(config: RunConfig, module: nn.Module, data: DataLayout | None) -> MemoryLimits:
-    """The limits that `config.plan` sets for the chunk `module` of this rank."""
+def memory_limits(
+    config: RunConfig,
+    module: nn.Module,
+    data: DataLayout | None,
+    held: Collection[str] | None = None,
+) -> MemoryLimits:
+    """The limits that `config.plan` sets for this rank, which holds `held` of `module`'s
+    parameters, or all of them."""
     return MemoryLimits(
         bound_bytes=int(config.plan.memory_mib * MIB),
-        constant_bytes=sum(constant_bytes(config, module, data).values()),
+        constant_bytes=sum(constant_bytes(config, module, data, held).values()),
         extra_share=config.plan.extra_memory,
         extra_bytes=int(config.plan.extra_memory_mib * MIB),
     )

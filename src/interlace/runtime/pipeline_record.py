@@ -24,6 +24,7 @@ from interlace.sim.pipeline_step import (
     ACTION,
     MEASURED,
     ChunkCosts,
+    ComparedStep,
     PipelineCosts,
     PipelineStep,
     simulate_pipeline,
@@ -50,29 +51,11 @@ class ActionWatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineRecord:
-    """A step of a pipeline, of all ranks."""
+class PipelineRecord(ComparedStep):
+    """A step that all ranks of a pipeline ran, and the times that its simulation is made from."""
 
-    actions: tuple[tuple[Action, ...], ...]
-    """By rank."""
-    measured: PipelineStep
-    """Peaks are not measured, and are those of the simulation."""
-    predicted: PipelineStep
     costs: PipelineCosts
     """Medians of what was measured."""
-
-    @property
-    def predicted_over_measured(self) -> float:
-        """Of the step's time."""
-        return self.predicted.step_ns / self.measured.step_ns
-
-    def summary(self) -> str:
-        """Two lines for people."""
-        steps = (("measured", self.measured), ("predicted", self.predicted))
-        return "\n".join(
-            f"{name:9}  step {step.step_ns / 1e6:8.1f} ms  bubble {step.bubble_fraction:6.1%}"
-            for name, step in steps
-        )
 
 
 def build_record(

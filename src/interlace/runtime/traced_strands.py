@@ -82,12 +82,18 @@ class Strands:
         return self.uncut or self
 
     @property
+    def held(self) -> frozenset[str] | None:
+        """Names of the parameters of this rank's stage of a pipeline; None if it has all."""
+        if self.handovers is None or self.handovers.is_alone:
+            return None
+        return self.handovers.held
+
+    @property
     def held_parameters(self) -> tuple[str, ...]:
         """Names of the parameters that get a gradient and that this rank holds: of a pipeline,
         those of its stage."""
-        if self.handovers is None or self.handovers.is_alone:
-            return self.parameters
-        return tuple(name for name in self.parameters if name in self.handovers.held)
+        held = self.held
+        return tuple(name for name in self.parameters if held is None or name in held)
 
     @cached_property
     def pair(self) -> OpGraph:

@@ -92,6 +92,31 @@ class PipelineStep:
         return sum(self.bubble_ns) / (len(self.timelines) * self.step_ns) if self.step_ns else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComparedStep:
+    """A step of a pipeline, of all ranks, as it was measured and as it is simulated from the times
+    of its own passes and messages."""
+
+    actions: tuple[tuple[Action, ...], ...]
+    """By rank."""
+    measured: PipelineStep
+    """Peaks are not measured, and are those of the simulation."""
+    predicted: PipelineStep
+
+    @property
+    def predicted_over_measured(self) -> float:
+        """Of the step's time."""
+        return self.predicted.step_ns / self.measured.step_ns
+
+    def summary(self) -> str:
+        """Two lines for people."""
+        steps = (("measured", self.measured), ("predicted", self.predicted))
+        return "\n".join(
+            f"{name:9}  step {step.step_ns / 1e6:8.1f} ms  bubble {step.bubble_fraction:6.1%}"
+            for name, step in steps
+        )
+
+
 def simulate_pipeline(
     ranks: Sequence[Sequence[Action]], costs: PipelineCosts, label: str = "predicted"
 ) -> PipelineStep:

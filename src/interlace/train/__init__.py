@@ -5,9 +5,11 @@ session.py        one rank's model, data, weights, optimizer and runners
 opening.py        how a session is made from a RunConfig
 built_model.py    the module that a rank trains, laid out, with its loss
 weights.py        master weights: what the optimizer owns
+gradient_norm.py  the norm of all gradients, and clipping by it
 optimizer.py      AdamW with warm-up and decay
 step_runners.py   two strands, one strand, eager: the ways to run a step
 fully_sharded.py  PyTorch's `fully_shard` on the same module, to compare
+stages.py         what a run in a pipeline says and records
 loop.py           the loop, and what it writes
 compare.py        the same first steps under each runner
 fallback.py       whether the plan wins on the real machine

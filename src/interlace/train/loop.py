@@ -29,6 +29,7 @@ from interlace.ranks.signals import StopFlag, agreed
 from interlace.report.tables import comparison_lines
 from interlace.runtime.executor import Batch
 from interlace.sim.simulated_step import simulate_step
+from interlace.step import Step
 from interlace.text import bits_per_byte, in_bits
 from interlace.train.checkpointer import Checkpointer
 from interlace.train.compare import compare
@@ -38,6 +39,7 @@ from interlace.train.metrics import MetricsWriter, step_line
 from interlace.train.model_flops import flops_per_token
 from interlace.train.proof import proof_rows, proof_table
 from interlace.train.session import Session, vocabulary
+from interlace.train.stages import LABEL, record_stages, stages_line
 
 
 def say(session: Session, text: str) -> None:
@@ -93,7 +95,9 @@ class Trainer:
         say(session, session.dataset.summary)
         if session.main is not None and session.main.decomposed is not None:
             say(session, session.main.decomposed.summary())
-        if session.plan is not None:
+        if session.stages is not None and session.main is not None:
+            say(session, stages_line(session, session.main))
+        elif session.plan is not None:
             say(session, f"plan by search {session.plan.search!r}{self._predicted()}")
         if config.compare.steps:
             self._compare()
@@ -135,9 +139,13 @@ class Trainer:
         runner.number = step
         batches = self._next_batches()
         began = time.perf_counter_ns()
-        timeline = None
-        if due and not trying:
-            timeline = runner.record(batches, label=mode)
+        timeline, of_stages = None, {}
+        if due and step == config.train.steps and session.stages is not None:
+            assert isinstance(runner, Step)
+            writes = self.claims if session.rank == 0 else None
+            of_stages = record_stages(runner, batches, self.directory, writes)
+        elif due and not trying:
+            timeline = runner.record(batches, label=LABEL if session.stages else mode)
         else:
             runner(batches)
         rate = session.optimizer.param_groups[0]["lr"]
@@ -155,6 +163,7 @@ class Trainer:
             "lr": rate,
             "grad_norm": norm,
         }
+        values |= of_stages
         if timeline is not None:
             values["exposed_ms"] = timeline.exposed_ns() / 1e6
             values["hidden_fraction"] = timeline.hidden_fraction()
@@ -223,7 +232,7 @@ class Trainer:
         """Expected against measured communication of the last recorded step."""
         session, timeline = self.session, self.last_recorded
         step = session.steps.get("2")
-        if timeline is None or step is None or step.costs is None:
+        if timeline is None or step is None or step.costs is None or session.stages is not None:
             return
         graphs, count = step.strands.op_graphs, self.config.train.micro_batches
         plan = step.plan if timeline.label == "2" else step.strands.sequential

@@ -41,8 +41,8 @@ def model_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: 
 def step_line(values: Mapping[str, Any]) -> str:
     """One readable line for a step; a field that is absent or None is left out.
 
-    Keys: step, steps, loss, bits_per_byte, tokens_per_s, step_ms, exposed_ms, mfu (0..1), lr,
-    grad_norm. Others are ignored.
+    Keys: step, steps, loss, bits_per_byte, tokens_per_s, step_ms, exposed_ms, bubble_fraction and
+    mfu (0..1), lr, grad_norm. Others are ignored.
     """
     parts = []
     if (step := values.get("step")) is not None:
@@ -60,6 +60,8 @@ def step_line(values: Mapping[str, Any]) -> str:
     if exposed_ms is not None:
         share = f" ({exposed_ms / step_ms:.0%})".replace("%", " %") if step_ms else ""
         parts.append(f"exposed {_ms(exposed_ms)}{share}")
+    if (bubble := values.get("bubble_fraction")) is not None:
+        parts.append(f"bubble {100 * bubble:.1f} %")
     if (mfu := values.get("mfu")) is not None:
         parts.append(f"MFU {100 * mfu:.1f} %")
     parts += _present(values, [("lr", "lr {:.1e}"), ("grad_norm", "grad {:.2f}")])

@@ -11,12 +11,13 @@ from interlace.compiled import CachedTimes, Compilation, Constants, StepSettings
 from interlace.config import Mode, RunConfig, modes_of
 from interlace.data.batches import open_dataset
 from interlace.decompose.rewrite.apply import Decompose
+from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.wide_sums import wide_sums
 from interlace.ir.plan import Plan
 from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import data_layout
-from interlace.parallel.meshes import build_meshes
+from interlace.parallel.meshes import StageGroups, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.ranks.device import check_device, claim_device, limit_waits
 from interlace.ranks.replicas import random_state
@@ -26,8 +27,10 @@ from interlace.runtime.candidates import trace_candidates
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.rival import inductor_plan
+from interlace.runtime.stage_link import StageLink
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import Schedule, find
+from interlace.schedules.stage import StageSchedule
 from interlace.step import Draws, Step
 from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.fully_sharded import FullyShardedRunner, sharded_twin
@@ -50,17 +53,30 @@ SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
 def open_session(config: RunConfig) -> Session:
     """Build everything up to and including the plan. Collective; the process group exists."""
     setup, twin = _open(config)
-    return Session(**vars(setup), runners=_runners(setup, twin))
+    runners = _runners(setup, twin)
+    if setup.stages is not None:
+        setup.weights.free_others()
+    # Not before: the weights of a stage are known when the model has been cut.
+    optimizer = build_optimizer(setup.weights.parameters, setup.config.optimizer)
+    schedule = build_schedule(optimizer, setup.config.optimizer, setup.config.train.steps)
+    return Session(**vars(setup), optimizer=optimizer, schedule=schedule, runners=runners)
 
 
 def open_graphs(config: RunConfig) -> tuple[Setup, Compilation, Constants]:
     """Graphs for two strands, of which nothing is planned or measured yet. Collective."""
+    if config.parallel.pipeline > 1:
+        raise InputError(
+            f"parallel.pipeline = {config.parallel.pipeline}: the operators of a pipeline are "
+            "not profiled",
+            hint="profile one stage's share: parallel.pipeline 1 and fewer model.layers",
+        )
     setup, _ = _open(config)
     return setup, *_trace(setup, SCHEDULES[2])
 
 
 def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     check(config)
+    find(config.pipeline.schedule)  # refused before a model is built
     rank, world_size = dist.get_rank(), dist.get_world_size()
     given, config = config, published_shape(config)
     if rank == 0 and (overridden := overridden_shape(given, config)):
@@ -83,16 +99,14 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     module = build_module(config, meshes, vocab_size, device)
     drawn = random_state(device)
     dtype, reduce_dtype = DTYPES[config.train.dtype], DTYPES[config.train.reduce_dtype]
-    data = data_layout(module, config.parallel, meshes, reduce_dtype)
+    data = None
+    if meshes.stages is None:  # in a pipeline it is not the graphs that sum over replicas
+        data = data_layout(module, config.parallel, meshes, reduce_dtype)
     twin = None
     if "eager" in modes_of(config) and data is not None and _can_fully_shard(config):
         twin = sharded_twin(module, meshes, dtype)
     weights = MasterWeights(module, dtype, data=data, meshes=meshes)
-    optimizer = build_optimizer(weights.parameters, config.optimizer)
-    schedule = build_schedule(optimizer, config.optimizer, config.train.steps)
-    setup = Setup(
-        config, rank, world_size, device, meshes, dataset, weights, optimizer, schedule, drawn
-    )
+    setup = Setup(config, rank, world_size, device, meshes, dataset, weights, drawn)
     return setup, twin
 
 
@@ -108,18 +122,22 @@ def _trace(
         config.overlap.passes,
         schedule=schedule,
         plain=plain,
+        split_at=config.pipeline.split_at,
     )
     reason = candidates.all.not_repeated
     if reason and setup.rank == 0:
         print(f"all layers are traced: {reason}", file=sys.stderr)
     _say_if_rounded(setup)
+    held = candidates.whole.held
+    if held is not None and setup.stages is not None:
+        weights.keep(held, setup.stages.stage)
     constants = {**weights.constants(), **weights.buffers()}
     if data is not None and data.gathers_each and not isinstance(eager, EagerRunner):
         weights.drop_whole()
     settings = StepSettings(
         plan=config.plan,
         overlap=config.overlap,
-        limits=memory_limits(config, weights.module, data),
+        limits=memory_limits(config, weights.module, data, held),
     )
     times = CachedTimes(
         example=example,
@@ -144,6 +162,8 @@ def _say_if_rounded(setup: Setup) -> None:
 
 def _runners(setup: Setup, twin: nn.Module | None) -> dict[Mode, StepRunner]:
     """Every way to run a step that the run file asks for."""
+    if setup.stages is not None:
+        return {setup.config.strands: _pipeline(setup, setup.stages)}
     modes = modes_of(setup.config)
     runners: dict[Mode, StepRunner] = {}
     if "eager" in modes:
@@ -167,6 +187,22 @@ def _runners(setup: Setup, twin: nn.Module | None) -> dict[Mode, StepRunner]:
             made[key] = planned_step(setup.weights, graphs, plan, constants, draws, costs)
         runners[mode] = made[key]
     return runners
+
+
+def _pipeline(setup: Setup, groups: StageGroups) -> Step:
+    """This rank's stage of a pipeline, by the schedule of the run file."""
+    named = find(setup.config.pipeline.schedule)
+    ranks = setup.config.parallel.pipeline
+    stage = StageSchedule(named.name, named.function, ranks=ranks, rank=groups.number)
+    stage.phases(stage.graphs)
+    compilation, constants = _trace(setup, stage)
+    strands, plan, schedule = compilation.scheduled(stage)
+    replicas = groups.replicas if groups.copies > 1 else None
+    link = StageLink(groups.pipeline, setup.device, replicas=replicas)
+    costs, draws = compilation.tables.get(strands.digest), _draws(setup)
+    return planned_step(
+        setup.weights, strands, plan, constants, draws, costs, schedule=schedule, link=link
+    )
 
 
 def _plans(
@@ -197,7 +233,8 @@ def _strands(setup: Setup, example: Batch, decompose: Decompose | None) -> Stran
             setup.meshes.axis_of_group,
             data=setup.weights.data,
             recompute=policy_of(config.train),
-            repeat=config.model.source == "interlace",
+            # What is copied belongs to no forward operator by number, and so to no chunk.
+            repeat=config.model.source == "interlace" and setup.stages is None,
             decompose=decompose,
             wide_sums=wide_sums(setup.device),
         )

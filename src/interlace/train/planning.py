@@ -183,6 +183,12 @@ def _check_request(config: RunConfig, cost: Path | None, *, interpolate: bool) -
             "a plan pairs two micro-batches, and train.micro_batches = 1",
             hint="set train.micro_batches to 2 or more",
         )
+    if config.parallel.pipeline > 1:
+        raise InputError(
+            f"parallel.pipeline = {config.parallel.pipeline}: the stages of a pipeline are planned "
+            "when training starts",
+            hint="`interlace schedule` compares schedules by simulation",
+        )
     if config.plan.file:
         raise InputError(
             f"plan.file = {config.plan.file!r} is a plan already",

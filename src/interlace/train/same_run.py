@@ -17,13 +17,19 @@ from torch import Tensor
 from interlace.config import Architecture, RunConfig
 from interlace.data.batches import Batches
 from interlace.models.hugging_face_files import folder_digest
-from interlace.ranks.agree import Content, check_agreement, check_contents, environment_fields
+from interlace.ranks.agree import (
+    Content,
+    check_agreement,
+    check_contents,
+    environment_fields,
+    refused_together,
+)
 from interlace.ranks.replicas import random_state, tensor_contents
 from interlace.ranks.small_collectives import alone
 from interlace.ranks.source_files import own_code_contents, package_contents
 from interlace.search.planner import SEARCHES
 from interlace.train.session import Session
-from interlace.train.weights import module_buffers, weight_contents
+from interlace.train.weights import check_weights, module_buffers
 
 _WEIGHTS_HINT = (
     "the ranks that share a weight must begin with the same one: build the model from the same "
@@ -52,7 +58,10 @@ def check_built(session: Session) -> None:
     if alone():
         return
     check_agreement(_built(session))
-    check_contents(weight_contents(session.weights) + _draws(session), hint=_WEIGHTS_HINT)
+    if session.stages is not None and session.main is not None:
+        check_contents(session.main.contents)
+    check_weights(session.weights, _WEIGHTS_HINT)
+    check_contents(_draws(session), hint=_WEIGHTS_HINT)
     check_agreement(_order(session.batches()))
 
 
@@ -74,8 +83,11 @@ def check_state(
     }
     check_agreement(fields | _order(batches), group=group)
     named = {_label(name): each for name, each in tensors.items() if not name.startswith("rng.")}
-    contents = tensor_contents(named, group=group) + module_buffers(session.weights.module, group)
-    check_contents([*contents, *_generators(session)], group=group, hint=_STATE_HINT)
+    of_stage = session.weights.group or group
+    with refused_together(group):  # ranks of other stages have nothing to compare with these
+        check_contents(tensor_contents(named, group=of_stage), group=of_stage, hint=_STATE_HINT)
+    contents = module_buffers(session.weights.module, group) + _generators(session)
+    check_contents(contents, group=group, hint=_STATE_HINT)
 
 
 def _configuration(config: RunConfig) -> dict[str, str]:
@@ -118,7 +130,9 @@ def _model_software(config: RunConfig) -> dict[str, str]:
 def _built(session: Session) -> dict[str, str]:
     fields = {"data": session.dataset.digest}
     if session.main is not None:
-        fields["graph"] = session.main.strands.digest
+        fields["graph"] = session.main.strands.measured.digest
+    if session.stages is not None:  # whose plans differ
+        return fields
     plans = {mode: step.plan for mode, step in session.steps.items()}
     return fields | {f"plan of mode {mode}": plan.digest for mode, plan in plans.items()}
 

@@ -18,7 +18,7 @@ from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
 from interlace.lab import links
 from interlace.parallel.context import local_positions
-from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
+from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes, StageGroups
 from interlace.parallel.tensor import loss_context
 from interlace.ranks.attempt import meet, meeting_bound
 from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
@@ -26,8 +26,9 @@ from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
 from interlace.step import Step
+from interlace.train.gradient_norm import clip_by, global_norm, norm_over_stages
 from interlace.train.step_runners import StepRunner
-from interlace.train.weights import MasterWeights, clip_gradients
+from interlace.train.weights import MasterWeights
 
 PLAIN_MODES = frozenset[Mode]({"plain-1", "plain-2"})
 """Ways to run strands without `overlap.decompose`."""
@@ -124,11 +125,14 @@ class Setup:
     meshes: Meshes
     dataset: Dataset
     weights: MasterWeights
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LambdaLR
     drawn: bytes
     """Where the random generators stood when the model was built, as a digest: ranks that hold
     different parts of it must have drawn them from the same whole."""
+
+    @property
+    def stages(self) -> StageGroups | None:
+        """With whom this rank works in a pipeline, if there is one."""
+        return self.meshes.stages
 
     def batches(self, position: int = 0) -> Batches:
         """The micro-batches of this rank's share of the data, from that sample on."""
@@ -155,6 +159,8 @@ class Session(Setup):
     """What training needs: a setup, and the ways to run its steps, which share weights and
     gradient sums."""
 
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
     runners: Mapping[Mode, StepRunner]
     """By mode; at least that of `config.strands`."""
 
@@ -162,7 +168,8 @@ class Session(Setup):
     def constant_bytes(self) -> int:
         """What this rank holds during all of a step."""
         module, data = self.weights.module, self.weights.data
-        return sum(constant_bytes(self.config, module, data).values())
+        held = None if self.main is None else self.main.strands.held
+        return sum(constant_bytes(self.config, module, data, held).values())
 
     @property
     def runner(self) -> StepRunner:
@@ -196,23 +203,34 @@ class Session(Setup):
 
         Raises RunError, before anything is changed, if the gradients are not finite.
         """
-        norm = clip_gradients(self.weights.parameters, self.config.optimizer.clip_norm)
+        norm = float(self._norm())
         if not math.isfinite(norm):
             raise RunError(
                 f"the gradient norm of step {step} is {norm}; the weights are those of the step "
                 "before",
                 hint="lower optimizer.learning_rate, or raise optimizer.warmup_steps",
             )
+        clip_by(self.weights.parameters, norm, self.config.optimizer.clip_norm)
         self.optimizer.step()
         self.schedule.step()
         self.weights.publish()
         return norm
 
+    def _norm(self) -> Tensor:
+        """Of all gradients of the model, over all ranks."""
+        weights, main = self.weights, self.main
+        if self.stages is None or main is None or main.strands.handovers is None:
+            return global_norm(weights.parameters)
+        holders, copies = main.strands.handovers.holders, self.stages.copies
+        counts = {name: len(holders(name)) * copies for name in weights.masters}
+        return norm_over_stages(weights.masters, weights.names, counts)
+
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Losses of micro-batches on this rank, with the weights as they are now."""
         runner, data = self.runner, self.weights.data
-        if data is not None and data.gathers_each and isinstance(runner, Step):
+        holds_all = self.stages is None and not (data is not None and data.gathers_each)
+        if not holds_all and isinstance(runner, Step):
             return runner.executor.evaluate(batches)
         self.weights.gather()
         module = self.weights.module.eval()
@@ -224,13 +242,17 @@ class Session(Setup):
 
     def mean(self, loss: Tensor) -> float:
         """The mean over the ranks that see other tokens."""
-        data = self.weights.data
-        if data is None:
+        data, ranks = self.weights.data, 1
+        if data is not None:
+            ranks = data.ranks
+        elif self.stages is not None:
+            ranks = self.stages.copies
+        if ranks == 1:
             return float(loss)
         total = loss.detach().clone()
         for name in (SHARD_AXIS, REPLICATE_AXIS):
             dist.all_reduce(total, group=self.meshes.weights.get_group(name))
-        return float(total) / data.ranks
+        return float(total) / ranks
 
 
 def vocabulary(config: RunConfig, tokens: int) -> int:

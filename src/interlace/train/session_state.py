@@ -19,6 +19,7 @@ from interlace.checkpoint.tensor_files import DTYPES, CheckpointReader, load_ten
 from interlace.data.batches import Batches
 from interlace.errors import InputError
 from interlace.parallel.local_parts import local
+from interlace.parallel.meshes import PIPELINE_AXIS
 from interlace.train.optimizer import set_step
 from interlace.train.session import Session, vocabulary
 
@@ -50,7 +51,10 @@ def mesh_of(session: Session) -> dict[str, int]:
     layout = session.meshes.layout
     names = layout.mesh_dim_names
     assert names is not None
-    return {name: layout.size(axis) for axis, name in enumerate(names)}
+    sizes = {name: layout.size(axis) for axis, name in enumerate(names)}
+    if session.stages is None:
+        return sizes
+    return {PIPELINE_AXIS: session.config.parallel.pipeline, **sizes}
 
 
 def restore(session: Session, folder: Path, manifest: Manifest, batches: Batches) -> None:
@@ -87,7 +91,7 @@ def _check_model(session: Session, manifest: Manifest) -> None:
         for name, each in manifest.tensors.items()
         if name.startswith(WEIGHTS)
     }
-    if odd := sorted(saved.keys() ^ masters.keys()):
+    if odd := sorted(saved.keys() ^ set(session.weights.names)):
         where = "the checkpoint" if odd[0] in saved else "this run's model"
         raise InputError(
             f"the checkpoint holds another model: only {where} has {odd[0]!r}",

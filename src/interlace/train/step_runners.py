@@ -22,7 +22,9 @@ from interlace.parallel.tensor import finish_gradients, loss_context
 from interlace.runtime.eager_recorder import EagerRecorder
 from interlace.runtime.executor import Batch
 from interlace.runtime.recorder import clock_for
+from interlace.runtime.stage_link import StageLink
 from interlace.runtime.traced_strands import Strands
+from interlace.schedules.finder import Schedule
 from interlace.step import NO_DRAWS, Draws, Step
 from interlace.train.weights import MasterWeights, TrainedWeights
 
@@ -113,8 +115,11 @@ def planned_step(
     constants: Mapping[tuple[str, str], Tensor],
     draws: Draws = NO_DRAWS,
     costs: CostTable | None = None,
+    *,
+    schedule: Schedule | None = None,
+    link: StageLink | None = None,
 ) -> Step:
     """Traced graphs in planned order. `constants` are the weights' constants and buffers; steps may
-    share them."""
+    share them. `schedule` and `link` are those of a pipeline."""
     tensors = TrainedWeights(weights, strands.placements, constants)
-    return Step(strands, plan, tensors, draws=draws, costs=costs)
+    return Step(strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link)

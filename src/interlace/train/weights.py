@@ -6,13 +6,13 @@ after each optimizer step. Where data-parallel ranks share weights, masters are 
 mesh of weights, and those of a sharded bucket are views of one flat tensor (`parallel.data`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from interlace.parallel.data import Bucket, DataLayout, Weight, cut, placements_of, views
@@ -20,7 +20,7 @@ from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import SHARD_AXIS, Meshes
 from interlace.parallel.own_buffers import own_buffers
 from interlace.parallel.tensor import finish_gradients
-from interlace.ranks.agree import Content, check_contents
+from interlace.ranks.agree import SAME_START, Content, check_contents, refused_together
 from interlace.ranks.replicas import tensor_contents
 from interlace.runtime.executor import Batch
 
@@ -48,6 +48,10 @@ class MasterWeights:
         self.dtype = next(module.parameters()).dtype
         """Of masters and gradient sums: float32, or that of a module that was made otherwise."""
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.group: dist.ProcessGroup | None = None
+        """The ranks that have the same masters; None if all have them."""
+        self.names = tuple(self.masters)
+        """Of all masters of the model; in a pipeline this rank has some of them."""
         self.on_publish: list[Callable[[], None]] = []
         """Called with new masters, by runners that keep weights of their own."""
         whole = {name: parameter.detach() for name, parameter in self.masters.items()}
@@ -80,11 +84,34 @@ class MasterWeights:
         for follow in self.on_publish:
             follow()
         for name, parameter in self.module.named_parameters():
-            if self.data is not None and self._shards.is_sharded(name):
+            is_sharded = self.data is not None and self._shards.is_sharded(name)
+            if is_sharded or name not in self.masters:
                 continue
             source = local(self.masters[name])
             if source.data_ptr() != local(parameter).data_ptr():
                 local(parameter).copy_(source)
+
+    def keep(self, names: Collection[str], group: dist.ProcessGroup) -> None:
+        """Be master of these parameters only, those of a stage, as all ranks of `group` are; before
+        any gradient is summed."""
+        self.group = group
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        kept = {id(parameters[name]) for name in names}
+        unique = self.module.named_parameters()
+        of_stage = {name for name, parameter in unique if id(parameter) in kept}
+        self.masters = {n: master for n, master in self.masters.items() if n in of_stage}
+
+    @torch.no_grad()
+    def free_others(self) -> int:
+        """Free the module's parameters of other stages, which nothing may read any more; the number
+        of bytes."""
+        freed = 0
+        for name, parameter in self.module.named_parameters():
+            if name not in self.masters:
+                storage = local(parameter).untyped_storage()
+                freed += storage.nbytes()
+                storage.resize_(0)
+        return freed
 
     @torch.no_grad()
     def drop_whole(self) -> None:
@@ -141,12 +168,16 @@ class MasterWeights:
     def buffers(self) -> dict[tuple[str, str], Tensor]:
         """Zeroed float32 local gradient sums by (role, target): role `gradient` per parameter name
         of the module (names of one shared parameter share one sum), and `shard_gradient` per
-        bucket. What the graphs do not add to is left out."""
+        bucket. What the graphs do not add to, and what is of another stage, is left out."""
         found: dict[tuple[str, str], Tensor] = {}
         sharded = self._shards.is_sharded if self.data is not None else None
         shared: dict[nn.Parameter, Tensor] = {}
+        unique = self.module.named_parameters()
+        mastered = {parameter for name, parameter in unique if name in self.masters}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if self.data is not None and self.data.reduce_each and sharded and sharded(name):
+                continue
+            if parameter not in mastered:
                 continue
             if parameter not in shared:
                 part = local(parameter)
@@ -223,13 +254,16 @@ class TrainedWeights:
 
     def check_ranks(self) -> None:
         """Raise PeerError for masters or buffers that have come to differ. Collective."""
-        check_contents(weight_contents(self._weights))
+        check_weights(self._weights)
 
 
-def weight_contents(weights: MasterWeights) -> list[Content]:
-    """Masters and buffers, for ranks to compare. Collective."""
+def check_weights(weights: MasterWeights, hint: str = SAME_START) -> None:
+    """Raise PeerError for masters or buffers that have come to differ. Collective."""
     masters = {f"weight {name!r}": each for name, each in weights.masters.items()}
-    return tensor_contents(masters) + module_buffers(weights.module, None)
+    with refused_together():  # ranks of other stages have nothing to compare with these
+        own = tensor_contents(masters, group=weights.group)
+        check_contents(own, group=weights.group, hint=hint)
+    check_contents(module_buffers(weights.module, None), hint=hint)
 
 
 def module_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> list[Content]:
@@ -329,39 +363,3 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
                     parameter.detach().to(dtype), requires_grad=parameter.requires_grad
                 )
             setattr(owner, name, cast[parameter])
-
-
-@torch.no_grad()
-def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """2-norm of all gradients over all ranks, in one all-reduce; equal on every rank.
-
-    A rank adds the squares of its part divided by the number of ranks that hold the same part,
-    so each element counts once. Gradients must lie as their parameters do.
-    """
-    total: Tensor | None = None
-    for parameter in parameters:
-        gradient = parameter.grad
-        assert gradient is not None
-        copies = 1
-        if isinstance(gradient, DTensor):
-            for axis, placement in enumerate(gradient.placements):
-                if isinstance(placement, Replicate):
-                    copies *= gradient.device_mesh.size(axis)
-        squares = local(gradient).float().square().sum(dtype=torch.float64) / copies
-        total = squares if total is None else total + squares
-    assert total is not None
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total)
-    return total.sqrt()
-
-
-@torch.no_grad()
-def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients so that their global norm is at most `max_norm` (0: only measure).
-    Returns the norm before clipping."""
-    norm = float(global_norm(parameters))
-    if max_norm and norm > max_norm:
-        for parameter in parameters:
-            assert parameter.grad is not None
-            local(parameter.grad).mul_(max_norm / (norm + 1e-6))
-    return norm

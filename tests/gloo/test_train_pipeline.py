@@ -1,0 +1,150 @@
+"""Proves that `interlace train` deals layers to the stages of a pipeline without changing a bit."""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from checkpoint_runs import SETTINGS, Runs
+from processes import run_ranks
+
+from interlace import run_files
+from interlace.cli.run_file import load_run_config
+from interlace.errors import PeerError
+from interlace.ir import store
+from interlace.parallel.local_parts import local
+from interlace.report.build import build_report
+from interlace.sim.pipeline_step import ComparedStep
+
+pytestmark = pytest.mark.gloo
+STEPS, SAVED = 4, 2
+COMMON: dict[str, Any] = {
+    "parallel__tensor": 1,
+    "model__layers": 4,
+    "model__tied_head": True,
+    "train__steps": STEPS,
+    "checkpoint__every": SAVED,
+}
+GPT: dict[str, Any] = {"model__architecture": "gpt", "model__dropout": 0.1}
+BLOCKS = "model.blocks.1,model.blocks.3"
+PIPELINE: dict[str, Any] = COMMON | {"parallel__pipeline": 2, "strands": "2"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs on one rank: `one`, and `gpt` with dropout; of two stages: `folded`."""
+    runs = Runs(tmp_path_factory.mktemp("stages"))
+    runs.train("one", 1, **COMMON)
+    runs.train("gpt", 1, **COMMON | GPT)
+    runs.train("folded", 2, **PIPELINE, pipeline__schedule="folded")
+    return runs
+
+
+def numbers(runs: Runs, out: str) -> list[tuple[Any, ...]]:
+    """Losses, norms of all gradients and held-out losses, to the last bit."""
+    steps = [(e["step"], e["loss"], e["grad_norm"]) for e in runs.events(out, "step")]
+    return steps + [(e["step"], e["loss"]) for e in runs.events(out, "evaluate")]
+
+
+@pytest.mark.parametrize(
+    ("out", "ranks", "like", "settings"),
+    [
+        ("folded", 2, "one", {}),
+        # A layer that is cut in its middle and computed again needs its weights on two stages.
+        ("again", 2, "one", {"pipeline__schedule": "zb_v", "train__recompute": "layer"}),
+        ("thirds", 3, "one", {"parallel__pipeline": 3, "pipeline__split_at": BLOCKS}),
+        ("gpt-v", 2, "gpt", {"pipeline__schedule": "dual_pipe_v", **GPT}),
+    ],
+)
+def test_stages_change_no_bit(
+    runs: Runs, out: str, ranks: int, like: str, settings: dict[str, Any]
+) -> None:
+    """A head tied to the embedding on another stage, dropout, layers computed again, chunks that
+    begin where the user says: losses, norms of gradients and evaluations of one rank."""
+    if settings:
+        runs.train(out, ranks, **PIPELINE | settings)
+    assert numbers(runs, out) == numbers(runs, like)
+    assert len(numbers(runs, out)) == STEPS + 2
+
+
+@pytest.mark.parametrize(
+    ("out", "ranks", "source", "settings"),
+    [
+        ("fewer", 1, "folded", COMMON),
+        ("more", 3, "one", PIPELINE | {"parallel__pipeline": 3}),
+        ("other", 2, "folded", PIPELINE | {"pipeline__schedule": "zb_h1"}),
+    ],
+)
+def test_checkpoints_go_on_with_another_number_of_stages(
+    runs: Runs, out: str, ranks: int, source: str, settings: dict[str, Any]
+) -> None:
+    """What one layout saved another takes up, weights and optimizer, to the same bits."""
+    settings = settings | {"checkpoint__every": 0}
+    runs.train(out, ranks, **settings, checkpoint__resume=runs.checkpoint(source, SAVED))
+    (resumed,) = runs.actions(out, "resumed")
+    assert resumed["step"] == SAVED
+    assert runs.losses(out) == runs.losses("one")[SAVED:]
+
+
+def test_the_report_shows_all_ranks(runs: Runs, tmp_path: Path) -> None:
+    """The last step is drawn with a lane for each rank, and compared with its simulation."""
+    folder = runs.folder / "folded"
+    step = store.load(folder / run_files.PIPELINE, ComparedStep)
+    passes = [sum(len(each.slots) for each in actions) for actions in step.actions]
+    assert passes == [16, 16]  # 4 micro-batches through 2 chunks, there and back
+    assert all(0 <= ns < step.measured.step_ns for ns in step.measured.bubble_ns)
+    last = runs.events("folded", "step")[-1]
+    assert last["bubble_fraction"] == pytest.approx(step.measured.bubble_fraction)
+    assert last["predicted_ms"] == pytest.approx(step.predicted.step_ns / 1e6)
+    page, *pictures = build_report(folder, tmp_path / "report.html")
+    assert "All ranks of the pipeline" in page.read_text()
+    assert f"report-{run_files.PIPELINE_PICTURE}" in {path.name for path in pictures}
+
+
+@pytest.mark.parametrize("axis", ["tensor", "data_replicate"])
+def test_stages_of_several_ranks(runs: Runs, axis: str) -> None:
+    """Two stages of two ranks each, which share layers or see other data: the losses of two ranks
+    without stages; norms are added in another order."""
+    of_two = COMMON | {f"parallel__{axis}": 2}
+    runs.train(f"{axis}-2", 2, **of_two)
+    of_four = PIPELINE | {f"parallel__{axis}": 2, "pipeline__schedule": "dual_pipe_v"}
+    runs.train(f"{axis}-4", 4, **of_four)
+    assert runs.losses(f"{axis}-4") == runs.losses(f"{axis}-2")
+    norms = [[e["grad_norm"] for e in runs.events(f"{axis}-{n}", "step")] for n in (2, 4)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+
+
+def tampered(folder: str, settings: dict[str, str]) -> list[Any]:
+    """A child: one weight of the last rank changes after the first step."""
+    from interlace.train.loop import Trainer
+    from interlace.train.worker import main
+
+    os.chdir(folder)
+    step = Trainer._step
+
+    def wrong(self: Trainer, done: int) -> None:
+        step(self, done)
+        if done == 1 and os.environ["RANK"] == "3":
+            master = next(iter(self.session.weights.masters.values()))
+            local(master).data.view(-1)[0] += 1
+
+    with patch.object(Trainer, "_step", wrong):
+        try:
+            main(load_run_config("run.toml", settings))
+        except PeerError as error:
+            return [error.message]
+    return []
+
+
+def test_replicas_of_a_stage_are_compared(runs: Runs) -> None:
+    """A weight that has come to differ between the replicas of the second stage ends the run on all
+    ranks before anything is saved."""
+    given = PIPELINE | {"parallel__data_replicate": 2, "output__directory": "odd"}
+    settings = SETTINGS | {k.replace("__", "."): str(value) for k, value in given.items()}
+    results = run_ranks(
+        "test_train_pipeline:tampered", 4, args=[str(runs.folder), settings], timeout_s=120
+    )
+    said = [result.value[0] for result in results]
+    assert all("weight '" in text and "disagree" in text for text in said), said
+    assert not list((runs.folder / "odd/checkpoints").glob("step-*"))
