@@ -273,9 +273,11 @@ def _check_pipeline(config: RunConfig) -> None:
             f"{where} runs strands as pipeline.schedule says, and strands = {config.strands!r}",
             hint='leave strands at "2"; 1F1B, ZB-V and others run one strand at a time',
         )
+    ends = config.overlap.passes if config.overlap.passes == "ends" else ""
     for name, wrong in (
         ("compare.steps", config.compare.steps),
         ("plan.file", config.plan.file),
+        ("overlap.passes", ends),
     ):
         if wrong:
             raise InputError(

@@ -19,4 +19,5 @@ plan_picture.py  that as a picture
 pipeline_build.py    schedules of a pipeline compared, or one read, verified, written and drawn
 pipeline_tables.py   their times, bubbles and memory by simulation
 pipeline_picture.py  one of them as a picture
+stage_tables.py      the plan of a pipeline: its ranks, and schedules on one model
 """

@@ -5,7 +5,7 @@ edges between any two chunks, a weight that several of them read and inputs of a
 the graph. A cut changes no operator and no order within a graph, so bits stay what they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -68,6 +68,22 @@ def in_chunks(strands: Strands, placement: Placement) -> Strands:
                 hint='set overlap.passes to "all", or overlap.decompose to "off"',
             )
     return _Chunking(strands, placement).made()
+
+
+@dataclass(frozen=True)
+class ChunkedModel:
+    """All chunks of a model, for planners."""
+
+    op_graphs: Mapping[str, OpGraph]
+    """By label of their strands."""
+    handovers: Handovers
+
+
+def chunked(strands: Strands, placement: Placement) -> ChunkedModel:
+    """The chunks of all ranks. Raises InputError as `in_chunks`."""
+    chunking = _Chunking(strands, placement)
+    _, graphs = chunking.of_chunks(range(len(placement.rank_of)))
+    return ChunkedModel(graphs, chunking.handovers())
 
 
 def cuts(graph: OpGraph, chunks: int) -> list[int]:
@@ -176,16 +192,7 @@ class _Chunking:
 
     def made(self) -> Strands:
         """The chunks of this rank."""
-        parts: dict[str, GraphPart] = {}
-        graphs: dict[str, OpGraph] = {}
-        cuts = [(FORWARD, self.forward, self.forward_labels, self.label_of[FORWARD])]
-        cuts += [(BACKWARD, self.backward, self.backward_labels, self.label_of[BACKWARD])]
-        cuts += [(BACKWARD, *self.halves)] if self.halves is not None else []
-        for name, cut, labels, label_of in cuts:
-            found = chunk_graphs(self.strands.op_graphs[name], labels, label_of)
-            for label in labels:
-                if _chunk(label) in self.placement.own:
-                    parts[label], graphs[label] = cut.parts[label], found[label]
+        parts, graphs = self.of_chunks(self.placement.own)
         for name in self.strands.parts:
             if name not in (FORWARD, BACKWARD):
                 parts[name] = self.strands.parts[name]
@@ -195,10 +202,25 @@ class _Chunking:
             parts=parts,
             op_graphs=graphs,
             uncut=self.strands,
-            handovers=self._handovers(),
+            handovers=self.handovers(),
         )
 
-    def _handovers(self) -> Handovers:
+    def of_chunks(self, wanted: Collection[int]) -> tuple[dict[str, GraphPart], dict[str, OpGraph]]:
+        """What the strands of these chunks run, and the same for planners, by label."""
+        parts: dict[str, GraphPart] = {}
+        graphs: dict[str, OpGraph] = {}
+        cuts = [(FORWARD, self.forward, self.forward_labels, self.label_of[FORWARD])]
+        cuts += [(BACKWARD, self.backward, self.backward_labels, self.label_of[BACKWARD])]
+        cuts += [(BACKWARD, *self.halves)] if self.halves is not None else []
+        for name, cut, labels, label_of in cuts:
+            found = chunk_graphs(self.strands.op_graphs[name], labels, label_of)
+            for label in labels:
+                if _chunk(label) in wanted:
+                    parts[label], graphs[label] = cut.parts[label], found[label]
+        return parts, graphs
+
+    def handovers(self) -> Handovers:
+        """What chunks hand to each other."""
         routes = self._routes()
         rank_of = self.placement.rank_of
         return Handovers(

@@ -21,6 +21,7 @@ metrics.py        metrics.jsonl, and the numbers in it
 model_flops.py    FLOPs of a token, for MFU
 environment.py    environment, run file, costs and plan, written down
 planning.py       `interlace plan`: a run planned without starting it
+stage_plans.py    the same of a pipeline: all its ranks, by every schedule
 plan_costs.py     the times that it plans with: of a file, a cluster or a described machine
 profiling.py      `interlace profile`: a run's operators measured, resumably
 """

@@ -4,6 +4,7 @@ The model is built from fake tensors in a fake world of the right size, traced a
 planned on computed costs or on those of a file (`plan_costs`).
 """
 
+import json as json_format
 import os
 import sys
 import time
@@ -30,15 +31,18 @@ from interlace.models.transformers_model import published_sizes
 from interlace.parallel.data import data_layout
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import loss_context
+from interlace.report.pipeline_picture import pipeline_png
 from interlace.report.plan_figures import compare_searches
 from interlace.report.plan_picture import plan_png
 from interlace.report.plan_tables import plan_json, plan_summary
+from interlace.report.stage_tables import stages_json, stages_summary
 from interlace.rules import check, resolve_layout
 from interlace.run_files import write_whole
 from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
 from interlace.runtime.traced_strands import build_strands
-from interlace.schedules.finder import find
+from interlace.schedules.finder import find, names
+from interlace.schedules.schedule_text import write_schedule
 from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.plan_costs import (
     cluster_of,
@@ -48,6 +52,7 @@ from interlace.train.plan_costs import (
     read_costs,
 )
 from interlace.train.session import DTYPES, vocabulary
+from interlace.train.stage_plans import StagePlanner, machine_for, steps_of_all
 from interlace.train.weights import cast_parameters
 
 
@@ -73,6 +78,8 @@ def plan_command(
     _check_request(config, cost, interpolate=interpolate)
     on = cluster_of(config, cluster, cost) if cluster else None
     _check_outputs({"--output": output, "--json": json, "--picture": picture}, cost)
+    if config.parallel.pipeline > 1:
+        return _plan_stages(config, output, json=json, picture=picture, cluster=on)
     table = read_costs(cost) if cost else None
     (_, layers, _), ranks = _shape(config), world_of(config.parallel)
     with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
@@ -117,10 +124,50 @@ def plan_command(
     return 0
 
 
+def _plan_stages(
+    config: RunConfig,
+    output: Path | None,
+    *,
+    json: Path | None,
+    picture: Path | None,
+    cluster: Cluster | None,
+) -> int:
+    """Simulate a pipeline by its schedule and by all others; the plan is a list of actions."""
+    own = find(config.pipeline.schedule)
+    (_, layers, _), ranks = _shape(config), world_of(config.parallel)
+    with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
+        strands = trace_fake(config, cluster).all
+    costs, origin = computed_costs(config, strands.op_graphs, cluster)
+    _say(f"costs: {origin}")
+    settings = StepSettings(
+        plan=config.plan, overlap=config.overlap, limits=memory_limits(config, strands.module, None)
+    )
+    planner = StagePlanner(config, strands, costs, settings, machine_for(config, cluster))
+    with _stage("simulating schedules"):
+        chosen = planner.step(own, config.pipeline.split_at)
+        steps, left_out = steps_of_all(planner, map(find, names()), chosen)
+    _say(f"\n{stages_summary(chosen, steps, config.train.micro_batches)}\n")
+    for reason in left_out.values():
+        _say(f"left out: {reason}")
+    if json is not None:
+        data = stages_json(chosen, steps, left_out, costs=origin, run=config.as_dict())
+        _write(json, (json_format.dumps(data, indent=1) + "\n").encode())
+    if picture is not None:
+        title = f"{own.name}: {describe_model(config)}"
+        _write(picture, pipeline_png(chosen.actions, chosen.step, title=title))
+    text = write_schedule(chosen.actions)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        _write(output, text.encode())
+    return 0
+
+
 def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
-    """The graphs of one rank of `config` for two strands, traced on fake tensors. Collectives are
-    decomposed by times of `cluster`, or else of the machine of the run file."""
-    ranks = world_of(config.parallel)
+    """The graphs of one rank of `config` for two strands, traced on fake tensors; of a pipeline
+    those of the whole model, not cut. Collectives are decomposed by times of `cluster`, or else of
+    the machine of the run file."""
+    ranks, in_stages = world_of(config.parallel), config.parallel.pipeline > 1
     config = resolve_layout(config, ranks)
     tensor = config.parallel.tensor
     tokens = -(-open_tokenizer(config.data.tokenizer).vocab_size // tensor) * tensor
@@ -144,16 +191,18 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
                 module,
                 (text, targets),
                 meshes.axis_of_group,
-                data=data_layout(module, config.parallel, meshes, reduce_dtype),
+                data=None
+                if in_stages
+                else data_layout(module, config.parallel, meshes, reduce_dtype),
                 recompute=policy_of(config.train),
-                repeat=True,
+                repeat=not in_stages,
             )
             with loss_context(meshes.tensor):
                 return trace_candidates(
                     lambda decompose: trace(decompose=decompose),
                     decompose_of(config, cluster),
                     config.overlap.passes,
-                    schedule=find("two_strand"),
+                    schedule=find("one_strand" if in_stages else "two_strand"),
                 )
     finally:
         dist.destroy_process_group()
@@ -178,16 +227,16 @@ def _shape(config: RunConfig) -> tuple[str, int, int]:
 
 
 def _check_request(config: RunConfig, cost: Path | None, *, interpolate: bool) -> None:
-    if config.train.micro_batches < 2:
+    if config.train.micro_batches < 2 and config.parallel.pipeline == 1:
         raise InputError(
             "a plan pairs two micro-batches, and train.micro_batches = 1",
             hint="set train.micro_batches to 2 or more",
         )
-    if config.parallel.pipeline > 1:
+    if config.parallel.pipeline > 1 and cost is not None:
         raise InputError(
-            f"parallel.pipeline = {config.parallel.pipeline}: the stages of a pipeline are planned "
-            "when training starts",
-            hint="`interlace schedule` compares schedules by simulation",
+            f"--cost {cost}: no pipeline is profiled, and parallel.pipeline = "
+            f"{config.parallel.pipeline}",
+            hint="leave it out, and give --cluster, or hardware.* and link.*",
         )
     if config.plan.file:
         raise InputError(
