@@ -27,7 +27,9 @@ SHELL = ("sh", "bash", "console")
 NOT_RUN = {
     "docs/concepts/pipelines.md": [
         "writes into docs/pictures",
-        *(2 * ["needs two processes"]),
+        "needs two processes",
+        "one minute",
+        "needs two processes",
         "shows an error",
     ],
     "docs/guides/lab.md": ["needs root"],

@@ -27,7 +27,7 @@ def plan(
     Parameters
     ----------
     run
-        A TOML run file, or the name of a preset (demo, quickstart, llama-70b).
+        A TOML run file, or the name of a preset (demo, quickstart, llama-70b, llama-70b-pipeline).
     output
         Write the plan to this file instead of standard output, for plan.file of a later run.
     cluster
