@@ -153,8 +153,9 @@ def free_other_stages(step: Step) -> int:
     """Free the memory of the parameters that only other stages use; the number of bytes.
 
     They stay in the module with their shapes and have no memory, so nothing may read them any more:
-    save `stage_parameters(step)`. Call it once, on all ranks, before optimizers and copies are
-    made."""
+    save `stage_parameters(step)`. Memory that torch did not allocate stays: of a file that
+    safetensors has mapped, say, which the system takes back by itself when it needs it. Call it
+    once, on all ranks, before optimizers and copies are made."""
     tensors = step.tensors
     if not isinstance(tensors, UserModule):
         raise _not_compiled(step, "free_other_stages")

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from checkpoint_runs import SETTINGS, Runs
 from processes import run_ranks
 
@@ -85,6 +86,43 @@ def test_checkpoints_go_on_with_another_number_of_stages(
     (resumed,) = runs.actions(out, "resumed")
     assert resumed["step"] == SAVED
     assert runs.losses(out) == runs.losses("one")[SAVED:]
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "data_shard"])
+def test_weights_that_were_read_from_files(runs: Runs, layout: str) -> None:
+    """An unmodified model of transformers whose weights safetensors has mapped: memory of what a
+    rank has not (of other stages, or shared with ZeRO-3) is given back all the same."""
+    folder = runs.folder / "published"
+    if not folder.exists():
+        save_small_llama(folder)
+        runs.train("mapped", 1, **COMMON | published(folder))
+    settings = COMMON | published(folder) | {"strands": "2", f"parallel__{layout}": 2}
+    runs.train(f"mapped-{layout}", 2, **settings)
+    losses = runs.losses(f"mapped-{layout}")
+    if layout == "pipeline":
+        assert losses == runs.losses("mapped")
+    assert losses[-1] < losses[0] - 0.5
+
+
+def published(folder: Path) -> dict[str, Any]:
+    """Settings of a model of transformers."""
+    return {"model__source": "hugging_face", "model__config": folder}
+
+
+def save_small_llama(folder: Path) -> None:
+    """Four layers, with a tied head."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=256,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(3)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def test_the_report_shows_all_ranks(runs: Runs, tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def build(folder: str, *, vocab_size: int, sequence_length: int) -> nn.Module:
     try:
         if has_weights(path) and type(torch.empty(0)) is Tensor:  # else tensors are fake
             options |= {"local_files_only": True, "use_safetensors": True}
-            return AutoModelForCausalLM.from_pretrained(path, config=config, **options).train()
+            model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+            return _in_own_memory(model.train())
         return AutoModelForCausalLM.from_config(config, **options).train()
     except (ValueError, OSError) as error:
         raise InputError(
@@ -59,6 +60,15 @@ def build(folder: str, *, vocab_size: int, sequence_length: int) -> nn.Module:
             hint="choose the configuration of a causal language model that this version of "
             "transformers knows",
         ) from error
+
+
+def _in_own_memory(model: nn.Module) -> nn.Module:
+    """The model with parameters in memory that torch allocated: those that it read lie in mapped
+    files, whose memory cannot be given back where ranks share weights or have a stage of them."""
+    for parameter in model.parameters():
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def expert_counts(folder: str) -> str:

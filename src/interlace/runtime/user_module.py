@@ -55,13 +55,14 @@ class UserModule:
         }
 
     def free_all_but(self, kept: Mapping[str, nn.Parameter]) -> int:
-        """Give back the memory of all other parameters; its bytes."""
+        """Give back the memory of all other parameters; its bytes. What torch has not allocated,
+        such as a mapped file, is not its to give."""
         used = [*kept.values(), *self._chunk.buffers()]
         addresses = {local(each).untyped_storage().data_ptr() for each in used}
         freed = 0
         for parameter in self._chunk.parameters():
             storage = local(parameter).untyped_storage()
-            if storage.data_ptr() not in addresses:
+            if storage.data_ptr() not in addresses and storage.resizable():
                 freed += storage.nbytes()
                 storage.resize_(0)
         self._binding.accept()
