@@ -55,7 +55,15 @@ def _parts(strand: StrandGraph) -> dict[str, object]:
         "bindings": list(strand.bindings.items()),
         "shapes": [_shape(node) for node in nodes],
         "modules": [_modules(node) for node in nodes],
+        "numbers of autograd": _numbers(nodes),
     }
+
+
+def _numbers(nodes: list[fx.Node]) -> list[int | None]:
+    """From 0: every trace goes on counting."""
+    found = [node.meta.get("seq_nr") for node in nodes]
+    least = min((each for each in found if each is not None), default=0)
+    return [None if each is None else each - least for each in found]
 
 
 def _shape(node: fx.Node) -> object:

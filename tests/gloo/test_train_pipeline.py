@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gloo
 STEPS, SAVED = 4, 2
 COMMON: dict[str, Any] = {
     "parallel__tensor": 1,
-    "model__layers": 4,
+    "model__layers": 7,  # of which the middle ones are copied from a trace of five
     "model__tied_head": True,
     "train__steps": STEPS,
     "checkpoint__every": SAVED,

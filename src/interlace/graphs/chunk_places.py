@@ -91,8 +91,7 @@ class _Numbers:
         ]
         in_order = all(a[0] <= b[0] for a, b in pairwise(found))
         self._found = found if in_order else []
-        """Blocks that were copied have the numbers of the one that was traced, which say
-        nothing."""
+        """Numbers out of order say nothing."""
 
     def chunk(self, node: fx.Node) -> int | None:
         """The chunk of the forward operator of the same number, or of the last one before."""

@@ -16,7 +16,14 @@ from torch import Tensor, fx, nn
 
 from interlace.errors import InputError
 from interlace.graphs.blocks import Stack, find_stack, shallow
-from interlace.graphs.periods import SECOND, Marks, PeriodsDifferError, Place, check_periods
+from interlace.graphs.periods import (
+    FIRST,
+    SECOND,
+    Marks,
+    PeriodsDifferError,
+    Place,
+    check_periods,
+)
 from interlace.graphs.torch_private import GradientOf, Joint, input_of, set_input
 from interlace.graphs.trace import ChunkGraphs, bind, trace_joint
 
@@ -76,6 +83,7 @@ class _Writer:
         self.joint = joint
         self.marks = marks
         self.stack = stack
+        self.numbers = _Numbers(marks, stack)
         self.graph = fx.Graph()
         self.made: dict[Place, fx.Node] = {}
         prefix = re.escape(stack.prefix)
@@ -133,6 +141,7 @@ class _Writer:
         )
         copy = self.graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
         copy.meta = dict(node.meta)
+        self.numbers.renumber(copy, place, group)
         modules = node.meta.get("nn_module_stack")
         if modules:
             copy.meta["nn_module_stack"] = {
@@ -155,3 +164,39 @@ class _Writer:
 
         found = self.block.match(name)
         return number(found) + name[found.end() :] if found else name
+
+
+class _Numbers:
+    """Autograd's numbers, which say whose gradient an operator computes (`graphs.chunk_places`).
+
+    They count what the forward records, so those of the next period are as much larger as a period
+    has records, and all behind the periods are larger by the records of those that were left out.
+    """
+
+    def __init__(self, marks: Marks, stack: Stack) -> None:
+        first: dict[int, int] = {}
+        self._last = -1
+        """What sums of gradients carry, wherever they are."""
+        for node in marks.body:
+            place, number = marks.place[node], node.meta.get("seq_nr")
+            if not isinstance(number, int):
+                continue
+            self._last = max(number, self._last)
+            if place.region == "forward":
+                first[place.group] = min(number, first.get(place.group, number))
+        known = FIRST in first and SECOND in first
+        self._period = first[SECOND] - first[FIRST] if known else 0
+        self._behind = first[SECOND] + self._period if known else 0
+        """The first number behind the two periods."""
+        self._left_out = stack.left_out
+
+    def renumber(self, copy: fx.Node, place: Place, group: int) -> None:
+        """Give a copy in `group`, of what is at `place`, the number that it has in the whole
+        graph."""
+        number = copy.meta.get("seq_nr")
+        if not isinstance(number, int):
+            return
+        periods = group - place.group
+        if not place.region or number == self._last:
+            periods = self._left_out if number >= self._behind else 0
+        copy.meta["seq_nr"] = number + periods * self._period

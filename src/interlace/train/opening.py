@@ -233,8 +233,7 @@ def _strands(setup: Setup, example: Batch, decompose: Decompose | None) -> Stran
             setup.meshes.axis_of_group,
             data=setup.weights.data,
             recompute=policy_of(config.train),
-            # What is copied belongs to no forward operator by number, and so to no chunk.
-            repeat=config.model.source == "interlace" and setup.stages is None,
+            repeat=config.model.source == "interlace",
             decompose=decompose,
             wide_sums=wide_sums(setup.device),
         )

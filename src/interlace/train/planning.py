@@ -195,7 +195,7 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
                 if in_stages
                 else data_layout(module, config.parallel, meshes, reduce_dtype),
                 recompute=policy_of(config.train),
-                repeat=not in_stages,
+                repeat=True,
             )
             with loss_context(meshes.tensor):
                 return trace_candidates(
