@@ -28,6 +28,7 @@ from interlace.ranks.determinism import check_current, warn_of_other_bits
 from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.gradients import ParameterGradients
+from interlace.runtime.joint_end import WAIT_S
 from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.mesh_axes import (
     axis_of_group,
@@ -61,6 +62,7 @@ def compile_step(
     overlap: OverlapConfig | None = None,
     per_rank: Collection[str] = (),
     split_at: Sequence[str] = (),
+    wait_s: float = WAIT_S,
 ) -> "Step":
     """A step of `module` whose micro-batches are interleaved in a planned order.
 
@@ -73,11 +75,11 @@ def compile_step(
     itself or as `"module:function"`. An axis `pp` of `mesh` is a pipeline: its ranks run the chunks
     of such a schedule, each builds the whole module, and afterwards has gradients of its own stage.
     Chunks have equal shares of the arithmetic, or begin with the sub-modules that `split_at` names,
-    without the first. `config` says how the order is found, `overlap` whether collectives are cut
-    into sends under partial matmuls (default: they are left whole). Masks of dropout follow from
-    torch's seed at this call, and the step and micro-batch.
-    `per_rank` names plain parameters and buffers (patterns, as `"experts.*"`) of which each rank
-    holds its own; all others must be equal on all ranks of `mesh`, as `Step.check_ranks` says.
+    without the first. What a rank raises in a step ends it on all; `wait_s` bounds each wait for
+    another. `config` says how the order is found, `overlap` whether collectives are cut into sends
+    under partial matmuls (default: not). Masks of dropout follow from torch's seed at this call,
+    and the step and micro-batch. `per_rank` names plain parameters and buffers (as `"experts.*"`)
+    of which each rank holds its own; all others must be equal on all ranks of `mesh`.
 
     One strand and two give the same bits; on CUDA only with deterministic kernels: set
     CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before
@@ -102,7 +104,7 @@ def compile_step(
     # Where times decide what is decomposed, ranks exchange them while they trace.
     with nullcontext() if overlap.decompose == "auto" else refused_together():
         data = replicas_of(chunk, mesh, dtype)
-        link = _link(chunk, mesh, example_inputs)
+        link = _link(chunk, mesh, example_inputs, wait_s)
         traced = _traced(chunk, example_inputs, mesh, data, dtype, overlap)
         whole = (candidates := traced(schedule=found, split_at=split_at)).whole
         check_loss(whole.measured)
@@ -219,12 +221,17 @@ def _type_of_sums(module: nn.Module) -> torch.dtype:
     return torch.float64 if has_double else torch.float32
 
 
-def _link(module: nn.Module, mesh: DeviceMesh | None, example: Batch) -> StageLink | None:
+def _link(
+    module: nn.Module, mesh: DeviceMesh | None, example: Batch, wait_s: float
+) -> StageLink | None:
     """The way to the other stages, and to the replicas of this one."""
     group = pipeline_of(mesh)
-    if group is None:
+    if mesh is None or group is None:
         return None
-    return StageLink(group, example[0].device, replicas=replica_group(module, mesh))
+    replicas = replica_group(module, mesh)
+    every = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    around = [each for each in every if each not in (group, replicas)]
+    return StageLink(group, example[0].device, replicas=replicas, around=around, wait_s=wait_s)
 
 
 def _settings(

@@ -366,8 +366,8 @@ def test_a_killed_rank_is_named() -> None:
         killed_at = time.monotonic()
         first, last = ranks.wait([0, 2])
         assert max(first.ended_at, last.ended_at) - killed_at < 30
-        assert "RunError: receive backward_1>0 1 from rank 1 did not end" in first.stdout
-        assert "RunError: receive forward_1>2 1 from rank 1 did not end" in last.stdout
+        assert "Unended: receive backward_1>0 1 from rank 1 did not end" in first.stdout
+        assert "Unended: receive forward_1>2 1 from rank 1 did not end" in last.stdout
 
 
 def test_one_strand_is_what_eager_code_computes() -> None:

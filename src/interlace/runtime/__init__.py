@@ -8,6 +8,7 @@ executor.py           one optimizer step, action by action, operators issued in 
 pipeline_executor.py  the same on a rank of a pipeline, with what it sends and receives
 pipeline_record.py    what all ranks of a pipeline did in a step, and what was predicted
 stage_link.py         tensors on their way between the ranks of a pipeline
+joint_end.py          a step of a pipeline that fails ends on all ranks
 recorder.py           a lowered graph run operator by operator, with times
 eager_recorder.py     eager autograd as a timeline
 user_module.py        a user's module with its loss, and its tensors

@@ -20,6 +20,7 @@ from interlace.ir.plan import Plan
 from interlace.ir.stage_messages import Item, Send, StageMessage, Wiring
 from interlace.runtime.executor import Batch, StepExecutor, StepRun
 from interlace.runtime.handovers import Carried, Handovers
+from interlace.runtime.joint_end import Unended
 from interlace.runtime.pipeline_record import ActionWatch, PipelineRecord, build_record
 from interlace.runtime.recorder import Recorder
 from interlace.runtime.stage_link import Arrival, ReplicaSum, StageLink, as_traced
@@ -63,12 +64,13 @@ class PipelineExecutor(StepExecutor):
 
     def step(self, batches: Sequence[Batch], recorder: Recorder | None = None) -> list[Tensor]:
         """Losses of all micro-batches, on all ranks; gradients of their mean are added to the
-        buffers. Raises RunError, naming the message, if another rank does not do its part."""
+        buffers. Raises Unended, naming message, action and rank, if another rank does not do its
+        part; what this rank raises itself ends the step on all others."""
         count = len(batches)
         items, wiring = self._listed(count)
         self._tangent.fill_(1.0 / (count * self.link.data_ranks))
         run = _PipelineRun(self, [self._as_traced(batch) for batch in batches], recorder, wiring)
-        with self._plain_operators():
+        with self.link.end.for_all(), self._plain_operators():
             for item in items:
                 run.item(item)
             run.end_sums()
@@ -85,7 +87,7 @@ class PipelineExecutor(StepExecutor):
         items, wiring = self._forwards[count]
         inputs = [(*self._as_traced(batch), no_dropout()) for batch in batches]
         run = _ForwardRun(self, inputs, None, wiring)
-        with self._plain_operators():
+        with self.link.end.for_all(), self._plain_operators():
             for item in items:
                 run.item(item)
             self.link.finish()
@@ -98,6 +100,10 @@ class PipelineExecutor(StepExecutor):
             self._items[count] = items, self._stage.wiring(count)
         return self._items[count]
 
+    def lists(self, count: int) -> tuple[tuple[Action, ...], ...]:
+        """The actions of all ranks in a step of so many micro-batches."""
+        return self._stage.lists(count)
+
     def _received_early(self, items: tuple[Item, ...]) -> tuple[Item, ...]:
         return with_early_receives(items, _EARLY) if self.link.is_unordered else items
 
@@ -109,7 +115,7 @@ class PipelineExecutor(StepExecutor):
             losses = self.step(batches)
         finally:
             self.watch = None
-        lists = self._stage.lists(len(batches))
+        lists = self.lists(len(batches))
         return losses, build_record(watch, lists, self.link, self.handovers)
 
     def passes(self, count: int) -> Counter[int]:
@@ -164,6 +170,7 @@ class _PipelineRun(StepRun):
         super().__init__(executor, batches, recorder)
         self.link = executor.link
         self._watch = executor.watch
+        self._lists = executor.lists
         self.handovers = executor.handovers
         self._wiring = wiring
         self._arrivals: dict[StageMessage, Arrival] = {}
@@ -222,9 +229,20 @@ class _PipelineRun(StepRun):
     def _take_in(self, message: StageMessage) -> None:
         if message not in self._arrivals:
             return
-        tensors = self.link.wait(self._arrivals.pop(message))
+        try:
+            tensors = self.link.wait(self._arrivals.pop(message))
+        except Unended as error:
+            raise Unended(f"{error.message}; {self._made_by(message)}", hint=error.hint) from error
         for value, tensor in zip(self._values(message), tensors, strict=True):
             self.handed[message.micro_batch, value.binding] = tensor
+
+    def _made_by(self, message: StageMessage) -> str:
+        """Which action of which rank makes a message."""
+        rank = self._wiring.rank_of[message.source]
+        for number, action in enumerate(self._lists(len(self.batches))[rank], 1):
+            if message in self._wiring.sent(action):
+                return f"rank {rank} makes it in its action {number}, {action}"
+        raise AssertionError(f"nobody makes {message}")
 
     def _send(self, item: Send) -> None:
         message, tensors = item.message, []

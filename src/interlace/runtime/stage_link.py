@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.errors import RunError
 from interlace.graphs.strides import restrided
+from interlace.runtime.joint_end import WAIT_S, JointEnd, Unended
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -63,8 +63,11 @@ class StageLink:
         device: torch.device,
         *,
         replicas: dist.ProcessGroup | None = None,
+        around: Sequence[dist.ProcessGroup] = (),
+        wait_s: float = WAIT_S,
     ) -> None:
-        """`group` has the ranks of one pipeline, in order, `replicas` those of this stage."""
+        """`group` has the ranks of one pipeline, in order, `replicas` those of this stage, `around`
+        other ranks that actions exchange something with. Each wait takes at most `wait_s`."""
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.data_ranks = 1 if replicas is None else dist.get_world_size(replicas)
@@ -74,6 +77,9 @@ class StageLink:
         self._replicas = replicas
         self.device = device
         self._leaving: deque[_Flight] = deque()
+        others = [] if replicas is None else [replicas]
+        self.end = JointEnd([group, *others, *around], wait_s)
+        """Ends a step that fails on all ranks."""
 
     def send(self, tensors: Sequence[Tensor], to: int, what: str) -> None:
         """Give tensors, which nobody changes any more, to a rank; `what` is for errors."""
@@ -83,7 +89,7 @@ class StageLink:
             if not tensor.numel():
                 continue
             memory = _bytes_of(tensor)
-            with _said(what):
+            with self._said(what):
                 work = dist.isend(memory, group=self._group, group_dst=to)
             assert work is not None
             self._leaving.append(_Flight(work, memory, what))
@@ -97,7 +103,7 @@ class StageLink:
             if not tensor.numel():
                 continue
             memory = _bytes_of(tensor)
-            with _said(what):
+            with self._said(what):
                 work = dist.irecv(memory, group=self._group, group_src=source)
             assert work is not None
             flights.append(_Flight(work, memory, what))
@@ -108,73 +114,82 @@ class StageLink:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
 
     def wait(self, arrival: Arrival) -> tuple[Tensor, ...]:
-        """The tensors of a message, once they are here. Raises RunError if they will not come."""
+        """The tensors of a message, once they are here. Raises Unended if they do not come."""
         for flight in arrival.flights:
-            _wait(flight)
+            self._wait(flight)
         return arrival.tensors
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
         while self._leaving:
-            _wait(self._leaving.popleft())
+            self._wait(self._leaving.popleft())
 
     def begin_sum(self, tensors: Sequence[Tensor], what: str) -> "ReplicaSum":
         """Begin to add up these tensors over the replicas, which all do so in the same order."""
         assert self._replicas is not None
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        with _said(what):
+        with self._said(what):
             work = dist.all_reduce(flat, group=self._replicas, async_op=True)
         assert work is not None
         return ReplicaSum(tuple(tensors), _Flight(work, flat, what))
 
     def end_sum(self, begun: "ReplicaSum") -> None:
         """Put the sums into the tensors."""
-        _wait(begun.flight)
+        self._wait(begun.flight)
         sizes = [tensor.numel() for tensor in begun.tensors]
         for tensor, part in zip(begun.tensors, begun.flight.memory.split(sizes), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here."""
-        with _said(what):
-            dist.barrier(group=self._group)
+        with self._said(what):
+            self._ended(dist.barrier(group=self._group, async_op=True))
 
     def gather(self, value: T) -> list[T]:
         """What every rank gives, by rank. Plain data only."""
         found: list[Any] = [None] * self.ranks
-        with _said("a gathering of the ranks of the pipeline"):
+        with self._said("a gathering of the ranks of the pipeline"):
             dist.all_gather_object(found, value, group=self._group)
         return found
 
     def add_up(self, tensor: Tensor, what: str) -> None:
         """Replace a tensor by its sum over the pipeline. All its ranks call it."""
-        with _said(what):
-            dist.all_reduce(tensor, group=self._group)
+        with self._said(what):
+            self._ended(dist.all_reduce(tensor, group=self._group, async_op=True))
 
     def share(self, tensor: Tensor, source: int, what: str) -> None:
         """Give every rank what `tensor` holds on rank `source`. All ranks call it."""
-        with _said(what):
-            dist.broadcast(tensor, group=self._group, group_src=source)
+        with self._said(what):
+            work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
+            self._ended(work)
+
+    def _wait(self, flight: _Flight) -> None:
+        with self._said(flight.what):
+            self._ended(flight.work)
+
+    def _ended(self, work: dist.Work | None) -> None:
+        """Wait for an operation, on gloo no longer than the bound. The wait of NCCL is one of its
+        stream, and its own watchdog bounds it."""
+        assert work is not None
+        if self.is_unordered:
+            work.wait(self.end.timeout)
+        else:
+            work.wait()
+
+    @contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        """Raises what a transport raises as an error that says what was waited for."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise Unended(
+                f"{what} did not end: {text}",
+                hint="the other rank has died, stalled or left: see the end of its output; "
+                f"compile_step(wait_s={self.end.wait_s:g}) bounds how long a rank waits",
+            ) from error
 
 
 def as_traced(tensor: Tensor, like: Tensor) -> Tensor:
     """The tensor, in memory as the other side expects it."""
     return restrided(tensor, like.stride())
-
-
-def _wait(flight: _Flight) -> None:
-    with _said(flight.what):
-        flight.work.wait()
-
-
-@contextmanager
-def _said(what: str) -> Iterator[None]:
-    """Raises what a transport raises as a RunError that says what was waited for."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise RunError(
-            f"{what} did not end: {text}",
-            hint="the other rank has died, stalled or left: see the end of its output",
-        ) from error

@@ -1,0 +1,93 @@
+"""A step of a pipeline that fails on one rank ends on all of them, and all say why."""
+
+import os
+import signal
+import time
+
+import pytest
+from processes import gloo_group, start_ranks
+from test_pipeline_step import QUICK, built, language, loss_of
+from torch.distributed.device_mesh import init_device_mesh
+
+import interlace
+from interlace.errors import RunError
+from interlace.ir.actions import Action
+from interlace.runtime.executor import StepRun
+
+RANKS, COUNT = 3, 4
+LONG_S = 3600
+"""Seconds of the process group's own timeout: it is not what ends these tests."""
+MIDDLE = {0: "forward_0 3", 1: "backward_1 2"}
+"""By rank that fails: the action in which it does."""
+
+
+def failing(how: str, victim: int, wait_s: float) -> None:
+    """A child: something happens to one rank in the middle of the second step."""
+    with gloo_group(LONG_S):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
+        step = interlace.compile_step(
+            built(), loss_of, language(1)[0], mesh=mesh, schedule="one_f_one_b", config=QUICK,
+            wait_s=wait_s,
+        )  # fmt: skip
+        step(language(COUNT))
+        rank, run = mesh.get_rank(), StepRun.action
+
+        def action(self: StepRun, each: Action) -> None:
+            if rank == victim and str(each) == MIDDLE[victim]:
+                if how == "raises":
+                    raise ValueError("the user's own")
+                os.kill(os.getpid(), getattr(signal, how))
+            run(self, each)
+
+        StepRun.action = action  # type: ignore[method-assign]
+        try:
+            step(language(COUNT))
+            print("no error", flush=True)
+        except (RunError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+        print("said", flush=True)
+        time.sleep(LONG_S)  # its process lives on
+
+
+def ended(how: str, victim: int, wait_s: float) -> list[str]:
+    """What the ranks say, by rank; of the victim what it said itself. Each has said it before the
+    process group's timeout."""
+    args = [how, victim, wait_s]
+    with start_ranks("test_pipeline_ends:failing", RANKS, args=args, timeout_s=100) as ranks:
+        speak = [r for r in range(RANKS) if r != victim or how == "raises"]
+        for rank in speak:
+            ranks.wait_for(rank, "said")
+        return [ranks.output(rank) for rank in range(RANKS)]
+
+
+def test_a_rank_that_raises_ends_the_step_on_all() -> None:
+    """At once, long before the bound: each names the message, the action that makes it, and what
+    the first rank said. That one has its own exception."""
+    first, own, last = ended("raises", 1, LONG_S)
+    assert own.startswith("ValueError: the user's own")
+    for text in (first, last):
+        assert "from rank 1 did not end" in text
+        assert "rank 1 said first: ValueError: the user's own" in text
+    assert "receive backward_1>0 2 from rank 1" in first
+    assert f"rank 1 makes it in its action 5, {MIDDLE[1]}" in first
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_paused_rank_ends_the_step_on_all(victim: int) -> None:
+    """By the bound, whose name is in the hint; also if the paused process hosts the store."""
+    texts = ended("SIGSTOP", victim, 4)
+    waiting = [text for rank, text in enumerate(texts) if rank != victim]
+    assert all("Unended" in text and "did not end" in text for text in waiting)
+    assert any(
+        f"rank {victim} makes it in its action " in text and MIDDLE[victim] in text
+        for text in waiting
+    )
+    assert any("compile_step(wait_s=4) bounds" in text for text in waiting)
+
+
+def test_a_killed_rank_ends_the_step_on_all() -> None:
+    """At once, as its connections close."""
+    first, _, last = ended("SIGKILL", 1, LONG_S)
+    assert "receive backward_1>0 2 from rank 1 did not end" in first
+    assert f"rank 1 makes it in its action 5, {MIDDLE[1]}" in first
+    assert "did not end" in last
