@@ -75,11 +75,10 @@ def compile_step(
     itself or as `"module:function"`. An axis `pp` of `mesh` is a pipeline: its ranks run the chunks
     of such a schedule, each builds the whole module, and afterwards has gradients of its own stage.
     Chunks have equal shares of the arithmetic, or begin with the sub-modules that `split_at` names,
-    without the first. What a rank raises in a step ends it on all; `wait_s` bounds each wait for
-    another. `config` says how the order is found, `overlap` whether collectives are cut into sends
-    under partial matmuls (default: not). Masks of dropout follow from torch's seed at this call,
-    and the step and micro-batch. `per_rank` names plain parameters and buffers (as `"experts.*"`)
-    of which each rank holds its own; all others must be equal on all ranks of `mesh`.
+    without the first; `wait_s` bounds each wait for another rank. `config` says how the order is
+    found, `overlap` whether collectives are cut into sends under partial matmuls (default: not).
+    Masks of dropout follow from torch's seed at this call, the step and the micro-batch. `per_rank`
+    names plain parameters and buffers (as `"experts.*"`) of which each rank holds its own.
 
     One strand and two give the same bits; on CUDA only with deterministic kernels: set
     CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before

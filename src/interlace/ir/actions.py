@@ -41,6 +41,8 @@ class Direction(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
 
+    __hash__ = str.__hash__  # that of enumerations is written in Python, and takes 10 times as long
+
 
 class Share(StrEnum):
     """How much of a pass a strand runs."""
@@ -52,6 +54,8 @@ class Share(StrEnum):
     ONCE = "once"
     INPUT = "input"
     WEIGHT = "weight"
+
+    __hash__ = str.__hash__
 
 
 _WORDS = {

@@ -4,10 +4,10 @@ send forward_0>1 2 to rank 1         activations of micro-batch 2, from chunk 0 
 receive backward_1>0 2 from rank 1   their gradients
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from interlace.ir.actions import Action, Direction, Share, Slot
+from interlace.ir.actions import Action, Direction, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,36 +88,25 @@ class Wiring:
     def sent(self, action: Action) -> list[StageMessage]:
         """What other ranks need of an action: of a forward its outputs, of a backward the gradients
         of its inputs."""
-        return [
-            StageMessage(slot.strand.direction, chunk, other, slot.micro_batch)
-            for slot, chunk in _with_messages(action)
-            for other in _others(slot, chunk, self._readers, self._read)
-        ]
+        found = []
+        for slot in action.slots:
+            strand = slot.strand
+            if strand.share != Share.WEIGHT:  # gradients of weights stay where they are
+                chunk, way = strand.chunk or 0, strand.direction
+                others = self._readers if way == Direction.FORWARD else self._read
+                for other in others.get(chunk, ()):
+                    found.append(StageMessage(way, chunk, other, slot.micro_batch))
+        return found
 
     def needed(self, action: Action) -> list[StageMessage]:
         """What an action needs of other ranks: a forward what it reads, a backward the gradients of
         what its forward made."""
-        return [
-            StageMessage(slot.strand.direction, other, chunk, slot.micro_batch)
-            for slot, chunk in _with_messages(action)
-            for other in _others(slot, chunk, self._read, self._readers)
-        ]
-
-
-def _with_messages(action: Action) -> list[tuple[Slot, int]]:
-    """The passes of an action that may give or take messages, with their chunks: all but the
-    gradients of weights."""
-    return [
-        (slot, slot.strand.chunk or 0) for slot in action.slots if slot.strand.share != Share.WEIGHT
-    ]
-
-
-def _others(
-    slot: Slot,
-    chunk: int,
-    forward: Mapping[int, list[int]],
-    backward: Mapping[int, list[int]],
-) -> Sequence[int]:
-    """The chunks at the other ends: gradients go back the way that activations came."""
-    is_forward = slot.strand.direction == Direction.FORWARD
-    return (forward if is_forward else backward).get(chunk, ())
+        found = []
+        for slot in action.slots:
+            strand = slot.strand
+            if strand.share != Share.WEIGHT:
+                chunk, way = strand.chunk or 0, strand.direction
+                others = self._read if way == Direction.FORWARD else self._readers
+                for other in others.get(chunk, ()):
+                    found.append(StageMessage(way, other, chunk, slot.micro_batch))
+        return found

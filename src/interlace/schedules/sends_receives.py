@@ -75,6 +75,8 @@ class _Messages:
         self.wiring = Wiring(without_messages(lists), edges)
         self.places: dict[type, dict[StageMessage, tuple[int, int]]] = {Send: {}, Receive: {}}
         """Where each message is sent and received."""
+        self.needed: list[dict[int, list[StageMessage]]] = [{} for _ in lists]
+        """By rank and index in its list: what an action needs of other ranks."""
 
     def check(self) -> None:
         """All of it."""
@@ -107,7 +109,8 @@ class _Messages:
                 if isinstance(item, Action):
                     for message in self.wiring.sent(item):
                         made[message] = rank, index
-                    for message in self.wiring.needed(item):
+                    self.needed[rank][index] = needs = self.wiring.needed(item)
+                    for message in needs:
                         needed[message] = rank, index
         for kind, word in ((Send, "sent"), (Receive, "received")):
             for message, place in (made if kind is Send else needed).items():
@@ -146,20 +149,20 @@ class _Messages:
         rank: int,
         at: list[int],
         queues: list[_Queue],
-        arrived: Collection[StageMessage],
+        arrived: set[StageMessage],
     ) -> bool:
         """Run what this rank can; whether there was something."""
-        start = at[rank]
-        while at[rank] < len(self.lists[rank]):
-            item = self.lists[rank][at[rank]]
-            if isinstance(item, Action):
-                needs = self.wiring.needed(item)
-                if not all(message in arrived for message in needs):
-                    break
-            else:
+        start = index = at[rank]
+        items, needed = self.lists[rank], self.needed[rank]
+        while index < len(items):
+            item = items[index]
+            if not isinstance(item, Action):
                 queues[rank].append(item)
-            at[rank] += 1
-        return at[rank] > start
+            elif not arrived.issuperset(needed[index]):
+                break
+            index += 1
+        at[rank] = index
+        return index > start
 
     def _exchange(self, rank: int, queues: list[_Queue], arrived: set[StageMessage]) -> bool:
         """Pass messages on while the first of this rank is the first of the other one too."""

@@ -1,7 +1,7 @@
 """A schedule as one rank of a pipeline runs it."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from interlace.ir.actions import Action, Direction
@@ -19,6 +19,10 @@ class StageSchedule(Schedule):
     rank: int
     edges: tuple[Edge, ...] | None = None
     """Which chunk reads which; by default each the one before, until a model has been cut."""
+    _made: dict[int, tuple[tuple[Action, ...], ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """By number of micro-batches: the actions of all ranks, which are proved once."""
 
     @property
     def rank_of(self) -> tuple[int, ...]:
@@ -58,9 +62,9 @@ class StageSchedule(Schedule):
         message one action earlier.
 
         Raises InputError if the schedule cannot run so, naming the action."""
-        lists = self.of_ranks(self.ranks, micro_batches, self.chunks, edges=self.edges)
-        self._check_halves(lists[self.rank], graphs)
-        return lists[self.rank]
+        own = self._all(micro_batches)[self.rank]
+        self._check_halves(own, graphs)
+        return own
 
     def items(self, micro_batches: int) -> tuple[Item, ...]:
         """The actions of this rank with what it sends and receives between them.
@@ -107,5 +111,11 @@ class StageSchedule(Schedule):
 
     def _lists(self, micro_batches: int) -> tuple[tuple[tuple[Action, ...], ...], Collection[Edge]]:
         assert self.edges is not None
-        lists = self.of_ranks(self.ranks, micro_batches, self.chunks, edges=self.edges)
-        return lists, self.edges
+        return self._all(micro_batches), self.edges
+
+    def _all(self, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+        if micro_batches not in self._made:
+            self._made[micro_batches] = self.of_ranks(
+                self.ranks, micro_batches, self.chunks, edges=self.edges
+            )
+        return self._made[micro_batches]
