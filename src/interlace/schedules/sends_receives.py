@@ -102,30 +102,33 @@ class _Messages:
 
     def _each_action(self) -> None:
         """Every message is made before it is sent and received before it is needed."""
-        made: dict[StageMessage, tuple[int, int]] = {}
-        needed: dict[StageMessage, tuple[int, int]] = {}
+        sends, receives = self.places[Send], self.places[Receive]
+        made: list[StageMessage] = []
+        needed: list[StageMessage] = []
         for rank, items in enumerate(self.lists):
+            own = self.needed[rank]
             for index, item in enumerate(items):
-                if isinstance(item, Action):
-                    for message in self.wiring.sent(item):
-                        made[message] = rank, index
-                    self.needed[rank][index] = needs = self.wiring.needed(item)
-                    for message in needs:
-                        needed[message] = rank, index
-        for kind, word in ((Send, "sent"), (Receive, "received")):
-            for message, place in (made if kind is Send else needed).items():
-                if message not in self.places[kind]:
-                    raise self._error(*place, f"has a message that is not {word}: {message}")
-        for message, (rank, index) in self.places[Send].items():
-            if message not in made:
-                raise self._error(rank, index, "is made by no action")
-            if made[message][1] > index:
-                raise self._error(rank, index, "stands before the action that makes it")
-        for message, (rank, index) in self.places[Receive].items():
-            if message not in needed:
-                raise self._error(rank, index, "is needed by no action")
-            if needed[message][1] < index:
-                raise self._error(rank, index, "stands behind the action that needs it")
+                if not isinstance(item, Action):
+                    continue
+                for message in self.wiring.sent(item):
+                    made.append(message)
+                    if (place := sends.get(message)) is None:
+                        raise self._error(rank, index, f"has a message that is not sent: {message}")
+                    if place[1] < index:
+                        raise self._error(*place, "stands before the action that makes it")
+                own[index] = needs = self.wiring.needed(item)
+                for message in needs:
+                    needed.append(message)
+                    if (place := receives.get(message)) is None:
+                        raise self._error(
+                            rank, index, f"has a message that is not received: {message}"
+                        )
+                    if place[1] > index:
+                        raise self._error(*place, "stands behind the action that needs it")
+        for places, known, word in ((sends, made, "made"), (receives, needed, "needed")):
+            if len(known) < len(places):
+                extra = min(places.keys() - known, key=lambda message: places[message])
+                raise self._error(*places[extra], f"is {word} by no action")
 
     def _run(self) -> None:
         """Each rank goes through its list; an action waits for what it needs, and a rank's messages
