@@ -40,6 +40,8 @@ def differences(one: ChunkGraphs, other: ChunkGraphs, axis_of_group: dict[str, s
         for name, part in _parts(getattr(one, strand)).items()
         if part != _parts(getattr(other, strand))[name]
     ]
+    if _numbers(one) != _numbers(other):
+        found.append("numbers of autograd")
     for field in ("saved", "parameters", "placements"):
         if getattr(one, field) != getattr(other, field):
             found.append(field)
@@ -55,15 +57,19 @@ def _parts(strand: StrandGraph) -> dict[str, object]:
         "bindings": list(strand.bindings.items()),
         "shapes": [_shape(node) for node in nodes],
         "modules": [_modules(node) for node in nodes],
-        "numbers of autograd": _numbers(nodes),
     }
 
 
-def _numbers(nodes: list[fx.Node]) -> list[int | None]:
-    """From 0: every trace goes on counting."""
-    found = [node.meta.get("seq_nr") for node in nodes]
-    least = min((each for each in found if each is not None), default=0)
-    return [None if each is None else each - least for each in found]
+def _numbers(chunk: ChunkGraphs) -> list[int | None]:
+    """Autograd's, from 0, as every trace goes on counting. Sums of gradients carry numbers behind
+    those of the forward, which are all alike."""
+    forward, backward = (
+        [node.meta.get("seq_nr") for node in strand.graph.nodes if node.op != "output"]
+        for strand in (chunk.forward, chunk.backward)
+    )
+    known = [each for each in forward if each is not None]
+    least, most = min(known, default=0), max(known, default=0)
+    return [None if n is None else min(n, most) - least for n in (*forward, *backward)]
 
 
 def _shape(node: fx.Node) -> object:

@@ -176,14 +176,15 @@ class _Numbers:
     def __init__(self, marks: Marks, stack: Stack) -> None:
         first: dict[int, int] = {}
         self._last = -1
-        """What sums of gradients carry, wherever they are."""
+        """Of the forward. Sums of gradients carry this one or larger ones, wherever they are."""
         for node in marks.body:
             place, number = marks.place[node], node.meta.get("seq_nr")
-            if not isinstance(number, int):
-                continue
-            self._last = max(number, self._last)
-            if place.region == "forward":
-                first[place.group] = min(number, first.get(place.group, number))
+            if isinstance(number, int):
+                self._last = max(number, self._last)
+                if place.region == "forward":
+                    first[place.group] = min(number, first.get(place.group, number))
+            if node is marks.loss:
+                break
         known = FIRST in first and SECOND in first
         self._period = first[SECOND] - first[FIRST] if known else 0
         self._behind = first[SECOND] + self._period if known else 0
@@ -197,6 +198,6 @@ class _Numbers:
         if not isinstance(number, int):
             return
         periods = group - place.group
-        if not place.region or number == self._last:
+        if not place.region or number >= self._last:
             periods = self._left_out if number >= self._behind else 0
         copy.meta["seq_nr"] = number + periods * self._period

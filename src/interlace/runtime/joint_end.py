@@ -18,9 +18,9 @@ import torch.distributed as dist
 from interlace.errors import InputError, InterlaceError, RunError
 from interlace.ranks.watchdog import from_communication
 
-WAIT_S = 120.0
-"""Seconds that a rank waits for another one by default; a choice, as long as ranks may take to
-start."""
+WAIT_S = 600.0
+"""Seconds that a rank waits for another one by default: those of NCCL's groups in PyTorch. A rank
+may write a checkpoint meanwhile."""
 _STORE_S = 5.0
 """Seconds in which the store answers, or counts as gone; a choice. No timeout of its own ends a
 request to a process that is paused."""

@@ -46,6 +46,9 @@ from interlace.train.session import (
 from interlace.train.step_runners import EagerRunner, StepRunner, planned_step
 from interlace.train.weights import MasterWeights
 
+_WAIT_S = 1800.0
+"""Seconds that a rank of a pipeline waits for a message: those of gloo's groups in PyTorch. Ranks
+that die or stall are found by the watchdog, long before."""
 SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
 """By number of strands."""
 
@@ -198,7 +201,10 @@ def _pipeline(setup: Setup, groups: StageGroups) -> Step:
     compilation, constants = _trace(setup, stage)
     strands, plan, schedule = compilation.scheduled(stage)
     replicas = groups.replicas if groups.copies > 1 else None
-    link = StageLink(groups.pipeline, setup.device, replicas=replicas)
+    around = [groups.stage, *setup.meshes.layout.get_all_groups()]
+    link = StageLink(
+        groups.pipeline, setup.device, replicas=replicas, around=around, wait_s=_WAIT_S
+    )
     costs, draws = compilation.tables.get(strands.digest), _draws(setup)
     return planned_step(
         setup.weights, strands, plan, constants, draws, costs, schedule=schedule, link=link
