@@ -1,11 +1,34 @@
 """`interlace schedule`: schedules of a pipeline, simulated, verified, drawn and written."""
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from interlace.cli.options import Verbose
+from interlace.errors import InputError
+
+SEARCHED = "searched"
+"""The name of what is searched."""
+
+
+@dataclass(frozen=True)
+class SearchFlags:
+    """What `searched` asks for besides ranks, micro-batches and overlap."""
+
+    costs: Path | None = None
+    """With `searched`: a TOML file with the units of a model and what they cost."""
+    memory_gib: float = 0.0
+    """With `searched`: most that a rank may hold and keep; 0 for no limit."""
+    most_chunks: int = 2
+    """With `searched`: most chunks that a rank has on average."""
+    tries: int = 4000
+    """With `searched`: how many changes are tried."""
+
+
+SearchOptions = Annotated[SearchFlags, Parameter(name="*")]
+"""Each of them as a flag."""
 
 
 def schedule(
@@ -23,6 +46,7 @@ def schedule(
     messages: Annotated[bool, Parameter(negative="")] = False,
     picture: Path | None = None,
     json: Path | None = None,
+    search: SearchOptions = SearchFlags(),
     verbose: Verbose = False,
 ) -> int:
     """Compare schedules of a pipeline by simulation, or verify, draw and write one of them.
@@ -32,7 +56,8 @@ def schedule(
     name
         A schedule (one_f_one_b or 1F1B, folded, ...), 'module:function' for your own, or a file
         with one as text (.txt) or in the CSV form of torch.distributed.pipelining (.csv). Without
-        it all schedules are compared.
+        it all schedules are compared. `searched` finds one for the model of --costs: where it is
+        cut, which rank has which chunk, and the order.
     ranks
         Ranks of the pipeline.
     micro_batches
@@ -59,6 +84,11 @@ def schedule(
     verbose
         Show where an error came from.
     """
+    if _is_search(name, search):
+        from interlace.report.searched_build import SearchWishes, show_searched  # noqa: PLC0415
+
+        wishes = SearchWishes(ranks, micro_batches, overlap, **asdict(search))
+        return show_searched(wishes, form=form, messages=messages, picture=picture, json=json)
     from interlace.report.pipeline_build import StageTimes, show_all, show_one  # noqa: PLC0415  slow
 
     times = StageTimes.of_ms(
@@ -73,3 +103,14 @@ def schedule(
     return show_one(
         name, ranks, micro_batches, times, form=form, messages=messages, picture=picture, json=json
     )
+
+
+def _is_search(name: str, search: SearchFlags) -> bool:
+    """Whether a schedule is to be searched. Raises InputError where half of what says so is
+    missing."""
+    if (name == SEARCHED) != (search.costs is not None):
+        raise InputError(
+            f"{SEARCHED!r} needs --costs FILE, and --costs belongs to it alone",
+            hint=f"interlace schedule {SEARCHED} --costs examples/uneven_pipeline.toml",
+        )
+    return name == SEARCHED

@@ -20,4 +20,5 @@ pipeline_build.py    schedules of a pipeline compared, or one read, verified, wr
 pipeline_tables.py   their times, bubbles and memory by simulation
 pipeline_picture.py  one of them as a picture
 stage_tables.py      the plan of a pipeline: its ranks, and schedules on one model
+searched_build.py    a pipeline searched for a model, beside the schedules of the package
 """

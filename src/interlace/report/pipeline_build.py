@@ -21,15 +21,13 @@ from interlace.report.pipeline_tables import (
 from interlace.run_files import write_whole
 from interlace.schedules.finder import find
 from interlace.schedules.grid import as_grid
-from interlace.schedules.schedule_text import read_schedule, write_schedule
+from interlace.schedules.listed import READERS, read_items
+from interlace.schedules.schedule_text import write_schedule
 from interlace.schedules.sends_receives import check_messages, with_messages, without_messages
-from interlace.schedules.torch_csv import from_csv, to_csv
+from interlace.schedules.torch_csv import to_csv
 from interlace.schedules.verify import ScheduleError, check_ranks
 from interlace.sim.pipeline_step import simulate_pipeline
 from interlace.text import milliseconds, percent
-
-_READERS = {".txt": read_schedule, ".csv": from_csv}
-"""By the end of a file's name."""
 
 
 def show_all(
@@ -64,9 +62,9 @@ def show_one(
         raise InputError(f"--picture {picture} is not a .png file", hint="end its name in .png")
     if messages and form == "grid":
         raise InputError("the grid shows no messages", hint="add --form text or --form csv")
-    is_file = Path(name).suffix in _READERS
+    is_file = Path(name).suffix in READERS
     if is_file:
-        lists = _read(Path(name))
+        lists = read_items(Path(name))
         actions = without_messages(lists)
         chunks, count = _size(actions, name)
         _verify(lists, chunks, count, name)
@@ -94,18 +92,6 @@ def show_one(
         write_whole(picture, pipeline_png(actions, step, title=title))
     _write_json(json, len(actions), count, [row])
     return 0
-
-
-def _read(path: Path) -> tuple[tuple[Item, ...], ...]:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise InputError(
-            f"cannot read {path}: {reason}",
-            hint="give a name, or a .txt or .csv file of interlace schedule NAME --form text",
-        ) from error
-    return _READERS[path.suffix](text, str(path))
 
 
 def _size(actions: Sequence[Sequence[Action]], name: str) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, cast
 
 from interlace import schedules
@@ -17,6 +18,7 @@ from interlace.ir.phases import phase_graph, whole_graph
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.ir.stage_messages import Edge
 from interlace.own_code import load_function
+from interlace.schedules.listed import READERS, ListedSchedule, read_listed
 from interlace.schedules.passes import with_ends, with_heads, with_once_a_step
 from interlace.schedules.verify import check_ranks
 
@@ -49,7 +51,7 @@ class Schedule:
     """A function that gives actions, under a name that finds it again."""
 
     name: str
-    """A file of this package, or `module:function`."""
+    """A file of this package, `module:function`, or a file with a list."""
     function: ScheduleFunction
 
     is_alone: ClassVar[bool] = True
@@ -58,14 +60,21 @@ class Schedule:
     @property
     def chunks(self) -> int:
         """How many chunks a rank has: the default of the function's `chunks`, else 1."""
+        if isinstance(self.function, ListedSchedule):
+            return self.function.chunks
         parameter = inspect.signature(self.function).parameters.get("chunks")
         given = parameter is not None and parameter.default is not inspect.Parameter.empty
         return int(parameter.default) if parameter is not None and given else 1
 
     @property
+    def seen(self) -> int:
+        """How many micro-batches of a step show all that it does: those of a list, else `MOST`."""
+        return self.function.micro_batches if isinstance(self.function, ListedSchedule) else MOST
+
+    @property
     def cuts_backwards(self) -> bool:
         """Whether it runs the gradients of inputs and those of weights apart."""
-        return self._cuts(self.of_ranks(1, MOST))
+        return self._cuts(self.of_ranks(1, self.seen))
 
     @property
     def graphs(self) -> tuple[str, ...]:
@@ -128,9 +137,9 @@ class Schedule:
         return found
 
     def digest(self, graphs: Collection[str], *, head: bool = False) -> str:
-        """A hash of the actions of steps of 2 to `MOST` micro-batches; ranks that run one schedule
-        have the same."""
-        counts = range(2, MOST + 1)
+        """A hash of the actions of steps of 2 to `MOST` micro-batches, or of as many as a list has;
+        ranks that run one schedule have the same."""
+        counts = (self.seen,) if self._is_listed else range(2, MOST + 1)
         lines = [text for count in counts for text in self.texts(count, graphs, head=head)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -143,8 +152,13 @@ class Schedule:
         return tuple(found)
 
     def counts(self) -> tuple[int, ...]:
-        """Numbers of micro-batches whose steps have all phases between them."""
-        return tuple(range(MOST, 1, -1))
+        """Numbers of micro-batches whose steps have all phases between them. A list can be any, so
+        all numbers that it runs."""
+        return tuple(range(self.seen, 0 if self._is_listed else 1, -1))
+
+    @property
+    def _is_listed(self) -> bool:
+        return isinstance(self.function, ListedSchedule)
 
     def texts(self, micro_batches: int, graphs: Collection[str], *, head: bool) -> list[str]:
         """The actions of a step, as text."""
@@ -195,9 +209,14 @@ class Schedule:
 
 
 def find(schedule: str | ScheduleFunction) -> Schedule:
-    """The schedule of this name: a file of this package, `module:function`, or a function itself.
+    """The schedule of this name: a file of this package, `module:function`, a file with a list
+    (.txt, .csv); or a function itself.
 
     Raises InputError if there is none."""
+    if isinstance(schedule, ListedSchedule):
+        return Schedule(schedule.name, schedule)
+    if isinstance(schedule, str) and Path(schedule).suffix in READERS:
+        return Schedule(schedule, read_listed(Path(schedule)))
     if not isinstance(schedule, str):
         where = f"{getattr(schedule, '__module__', '?')}:{getattr(schedule, '__qualname__', '?')}"
         own = where.removeprefix(f"{schedules.__name__}.").partition(":")
@@ -209,7 +228,8 @@ def find(schedule: str | ScheduleFunction) -> Schedule:
     if schedule not in known:
         raise InputError(
             f"unknown schedule {schedule!r}",
-            hint=f"{nearest(schedule, known)} A schedule of your own is 'module:function'.",
+            hint=f"{nearest(schedule, known)} A schedule of your own is 'module:function', "
+            "or a file with one (.txt, .csv).",
         )
     module = importlib.import_module(f"{schedules.__name__}.{schedule}")
     return Schedule(schedule, getattr(module, schedule))

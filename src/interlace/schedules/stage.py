@@ -7,6 +7,7 @@ from typing import ClassVar
 from interlace.ir.actions import Action, Direction
 from interlace.ir.stage_messages import Edge, Item, Wiring, chunks_of
 from interlace.schedules.finder import MOST, Schedule
+from interlace.schedules.listed import ListedSchedule
 from interlace.schedules.sends_receives import check_messages, with_messages
 
 
@@ -27,13 +28,13 @@ class StageSchedule(Schedule):
     @property
     def rank_of(self) -> tuple[int, ...]:
         """The rank of each chunk."""
-        found = chunks_of(self.of_ranks(self.ranks, MOST, self.chunks))
+        found = chunks_of(self.of_ranks(self.ranks, self.seen, self.chunks))
         return tuple(found[chunk] for chunk in sorted(found))
 
     @property
     def cuts_backwards(self) -> bool:
         """Whether some rank runs the gradients of inputs and those of weights apart."""
-        return self._cuts(self.of_ranks(self.ranks, MOST, self.chunks))
+        return self._cuts(self.of_ranks(self.ranks, self.seen, self.chunks))
 
     @property
     def interleaves(self) -> bool:
@@ -101,7 +102,9 @@ class StageSchedule(Schedule):
 
     def counts(self) -> tuple[int, ...]:
         """Numbers of micro-batches whose steps have all phases between them: few, and as many as
-        keep all chunks busy."""
+        keep all chunks busy; all that a list runs."""
+        if isinstance(self.function, ListedSchedule):
+            return super().counts()
         deep = 4 * self.ranks * self.chunks
         return tuple(sorted({deep, 2 * deep // 3, *range(1, MOST + 1)}, reverse=True))
 

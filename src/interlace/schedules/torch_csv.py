@@ -17,7 +17,7 @@ from interlace.ir.actions import Action, Direction, Slot, Strand
 from interlace.ir.stage_messages import Item, Receive, Send, StageMessage, chunks_of
 from interlace.schedules.verify import LETTERS
 
-_MEANING = {letter: meaning for meaning, letter in LETTERS.items()}
+MEANING = {letter: meaning for meaning, letter in LETTERS.items()}
 """Direction and share of each letter."""
 _PASS = re.compile(r"(\d+)([FBIW])(\d+)")
 """Finds chunk, letter and micro-batch."""
@@ -106,7 +106,7 @@ def _slot(text: str, where: str) -> Slot:
             f"{where}: {text!r} is no action",
             hint="cells are such as 0F0, 1B2, 0I1, 0W1, (0F3;3B1)OVERLAP_F_B, 0SEND_F1, 1RECV_F1",
         )
-    direction, share = _MEANING[found[2]]
+    direction, share = MEANING[found[2]]
     return Slot(Strand(direction, int(found[1]), share), int(found[3]) + 1)
 
 

@@ -17,4 +17,5 @@ memory.py           peak memory of an order, counted from liveness
 job_memory.py       bytes that a job keeps alive, by what was issued
 bounds.py           times that no order of a phase can beat
 step_bounds.py      a time that no order of a whole step can beat
+pipelines/          pipelines made for one model: its cut, places and order
 """

@@ -1,0 +1,181 @@
+"""The search for a pipeline of one model: cut, places and order chosen together (the idea of
+AdaPtis, arXiv 2509.23722).
+
+Layouts with equal work on all ranks are ordered by many rules; the best are improved, layout and
+rules together, then lists pass by pass. The schedules of the package take part with their own
+orders, so no result is longer than the best of them that fits into memory. What is found is
+verified like any schedule.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from interlace.errors import InputError
+from interlace.ir.actions import Action
+from interlace.ir.stage_messages import chain
+from interlace.schedules.listed import ListedSchedule
+from interlace.schedules.sends_receives import check_messages, with_messages
+from interlace.schedules.verify import check_ranks
+from interlace.search.pipelines.chunk_layouts import ChunkLayout, balanced, looped, zigzag
+from interlace.search.pipelines.climbing import (
+    Candidate,
+    climb,
+    has_room,
+    least_bytes,
+    ruled,
+    trimmed,
+)
+from interlace.search.pipelines.fixed_orders import FixedPipeline, fixed_pipelines
+from interlace.search.pipelines.greedy_orders import rules_to_try
+from interlace.search.pipelines.model_units import PipelineProblem
+from interlace.search.pipelines.step_clock import StepClock, as_actions
+from interlace.search.pipelines.step_floor import step_floor_ns
+from interlace.search.pipelines.swaps import joined, swap
+from interlace.sim.pipeline_step import PipelineStep, simulate_pipeline
+from interlace.text import size
+
+TRIES = 4000
+"""Changes that are tried by default; a choice. Each takes 1 to 6 ms for 4 ranks, 32 micro-batches
+and up to 12 chunks."""
+_STARTS, _FINALISTS = 6, 3
+"""How many pipelines are improved at first, and how many of them further; a choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedPipeline:
+    """What a search found, verified."""
+
+    problem: PipelineProblem
+    layout: ChunkLayout
+    actions: tuple[tuple[Action, ...], ...]
+    """By rank."""
+    step: PipelineStep
+    """By simulation."""
+    floor_ns: int
+    """No pipeline of these units has a shorter step."""
+    fixed: tuple[FixedPipeline, ...]
+    """The schedules of the package on the same model."""
+    origin: str
+    """What the search started from: rules, or a schedule of the package."""
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """By rank: the most that it holds and keeps at a time."""
+        held = self.layout.held_bytes(self.problem)
+        return tuple(a + b for a, b in zip(held, self.step.peak_bytes, strict=True))
+
+    @property
+    def split_at(self) -> tuple[str, ...]:
+        """What `compile_step(split_at=...)` takes, if units are called as sub-modules are."""
+        return self.layout.split_at(self.problem.units)
+
+    @property
+    def schedule(self) -> ListedSchedule:
+        """What `compile_step(schedule=...)` takes."""
+        return ListedSchedule("searched", self.actions)
+
+
+def search_pipeline(problem: PipelineProblem, *, tries: int = TRIES) -> SearchedPipeline:
+    """A pipeline for this model, the shortest by simulation that was found within so many changes.
+    It is the same whenever it is called, and no longer than any schedule of the package, cut for
+    equal layers or equal work, that fits into memory.
+
+    Raises InputError where no pipeline was found that fits into memory, with what is missing."""
+    draw = Random(0)
+    fixed = fixed_pipelines(problem)
+    seeds = [each.candidate() for each in fixed if each.fits]
+    layouts = layouts_to_try(problem)
+    starts = sorted(_starts(problem, layouts), key=lambda each: each.key)
+    if not starts and not seeds:
+        raise _too_small(problem, layouts)
+    each = tries // (4 * max(1, min(_STARTS, len(starts))))
+    first = [climb(problem, start, each, draw) for start in starts[:_STARTS]]
+    first = sorted(first, key=lambda found: found.key)[:_FINALISTS]
+    each = tries // (4 * max(1, len(first)))
+    second = [trimmed(problem, climb(problem, found, each, draw)) for found in first]
+    finalists = sorted([*second, *seeds], key=lambda found: found.key)
+    finalists = _unlike(finalists)[:_FINALISTS]
+    each = tries // (2 * len(finalists))
+    last = [swap(problem, joined(problem, found), each, draw) for found in finalists]
+    return _checked(problem, joined(problem, min(last, key=lambda found: found.key)), fixed)
+
+
+def layouts_to_try(problem: PipelineProblem) -> list[ChunkLayout]:
+    """Chunks around the ranks and there and back, balanced by work; and by bytes if these are
+    limited."""
+    found: dict[ChunkLayout, None] = {}
+    most = min(problem.most_chunks, len(problem.units) // problem.ranks)
+    for chunks in range(1, most + 1):
+        for place in (looped, zigzag):
+            rank_of = place(problem.ranks, chunks)
+            found.setdefault(balanced(problem, rank_of))
+            if problem.memory_bytes:
+                layout = balanced(_by_bytes(problem), rank_of)
+                found.setdefault(layout)
+    return list(found)
+
+
+def _by_bytes(problem: PipelineProblem) -> PipelineProblem:
+    """The same where a unit's work is what one micro-batch needs of memory, in KiB."""
+    units = [
+        replace(u, forward_ns=1 + (u.held_bytes + max(u.saved_bytes, u.kept_bytes)) // 1024,
+                input_ns=0, weight_ns=0)
+        for u in problem.units
+    ]  # fmt: skip
+    return replace(problem, units=tuple(units))
+
+
+def _starts(problem: PipelineProblem, layouts: Sequence[ChunkLayout]) -> list[Candidate]:
+    """The best by rules on each layout on which anything fits into memory."""
+    found = []
+    for layout in layouts:
+        rules = rules_to_try(StepClock(problem, layout))
+        tried = [ruled(problem, layout, each, "rules") for each in rules]
+        fitting = [each for each in tried if each is not None]
+        if fitting:
+            found.append(min(fitting, key=lambda each: each.key))
+    return found
+
+
+def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first of each origin and layout."""
+    first: dict[tuple[str, ChunkLayout], Candidate] = {}
+    for each in candidates:
+        first.setdefault((each.origin, each.layout), each)
+    return list(first.values())
+
+
+def _checked(
+    problem: PipelineProblem, found: Candidate, fixed: tuple[FixedPipeline, ...]
+) -> SearchedPipeline:
+    """The result, verified as a schedule and as messages, and simulated."""
+    chunks = len(found.layout.starts)
+    actions = as_actions(found.lists, chunks)
+    check_ranks(actions, micro_batches=problem.micro_batches, chunks=chunks, name="searched")
+    edges = chain(chunks)
+    check_messages(with_messages(actions, edges), edges=edges, name="searched")
+    step = simulate_pipeline(actions, found.layout.costs(problem, actions), label="searched")
+    assert step.step_ns == found.length_ns, (step.step_ns, found.length_ns)
+    return SearchedPipeline(
+        problem=problem, layout=found.layout, actions=actions, step=step,
+        floor_ns=step_floor_ns(problem), fixed=fixed, origin=found.origin,
+    )  # fmt: skip
+
+
+def _too_small(problem: PipelineProblem, layouts: Sequence[ChunkLayout]) -> InputError:
+    """What is missing, on the layout that lacks least."""
+
+    def lack(layout: ChunkLayout) -> tuple[int, int, StepClock]:
+        clock = StepClock(problem, layout)
+        needs = [a + b for a, b in zip(clock.held, least_bytes(clock), strict=True)]
+        return max(needs), needs.index(max(needs)), clock
+
+    need, rank, clock = min((lack(layout) for layout in layouts), key=lambda each: each[:2])
+    assert not has_room(clock), "rules that promise memory end wherever there is room"
+    return InputError(
+        f"no pipeline was found that fits into {size(problem.memory_bytes)} a rank: even one "
+        f"micro-batch at a time takes {size(need)} on rank {rank}, of which "
+        f"{size(clock.held[rank])} are held all the time",
+        hint=f"give {size(need)} or more, more ranks, or smaller micro-batches",
+    )
