@@ -125,7 +125,9 @@ def test_files_that_are_wrong(before: str, after: str, message: str, tmp_path, c
     ("arguments", "message"),
     [
         (["searched"], "'searched' needs --costs FILE"),
-        (["zb_v", "--costs", str(EXAMPLE)], "--costs belongs to it alone"),
+        (["zb_v", "--costs", str(EXAMPLE)], "belong to a search"),
+        (["--memory-gib", "3"], "belong to a search"),
+        (["searched", "--costs", str(EXAMPLE), "--forward-ms", "2"], "takes times from"),
         (["searched", "--costs", "none.toml"], "cannot read none.toml"),
         (["searched", "--costs", str(EXAMPLE), "--memory-gib", "-1"], "--memory-gib -1 is no size"),
         (["searched", "--costs", str(EXAMPLE), "--tries", "0"], "--tries 0"),

@@ -11,6 +11,8 @@ from interlace.errors import InputError
 
 SEARCHED = "searched"
 """The name of what is searched."""
+_TIMES_MS = (1.0, 1.0, 1.0, 0.0)
+"""Forward, gradients of inputs and of weights, transfer, if nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ def schedule(
     *,
     ranks: int = 4,
     micro_batches: int = 8,
-    forward_ms: float = 1.0,
-    input_ms: float = 1.0,
-    weight_ms: float = 1.0,
-    transfer_ms: float = 0.0,
+    forward_ms: float = _TIMES_MS[0],
+    input_ms: float = _TIMES_MS[1],
+    weight_ms: float = _TIMES_MS[2],
+    transfer_ms: float = _TIMES_MS[3],
     overlap: float = 0.0,
     form: Literal["grid", "text", "csv"] = "grid",
     messages: Annotated[bool, Parameter(negative="")] = False,
@@ -84,7 +86,7 @@ def schedule(
     verbose
         Show where an error came from.
     """
-    if _is_search(name, search):
+    if _is_search(name, search, (forward_ms, input_ms, weight_ms, transfer_ms)):
         from interlace.report.searched_build import SearchWishes, show_searched  # noqa: PLC0415
 
         wishes = SearchWishes(ranks, micro_batches, overlap, **asdict(search))
@@ -92,11 +94,7 @@ def schedule(
     from interlace.report.pipeline_build import StageTimes, show_all, show_one  # noqa: PLC0415  slow
 
     times = StageTimes.of_ms(
-        forward=forward_ms,
-        input=input_ms,
-        weight=weight_ms,
-        transfer=transfer_ms,
-        overlap=overlap,
+        forward=forward_ms, input=input_ms, weight=weight_ms, transfer=transfer_ms, overlap=overlap
     )
     if not name:
         return show_all(ranks, micro_batches, times, picture=picture, json=json)
@@ -105,12 +103,21 @@ def schedule(
     )
 
 
-def _is_search(name: str, search: SearchFlags) -> bool:
-    """Whether a schedule is to be searched. Raises InputError where half of what says so is
-    missing."""
-    if (name == SEARCHED) != (search.costs is not None):
+def _is_search(name: str, search: SearchFlags, times_ms: tuple[float, ...]) -> bool:
+    """Whether a schedule is to be searched. Raises InputError for options that would not count."""
+    hint = f"interlace schedule {SEARCHED} --costs examples/uneven_pipeline.toml"
+    if name != SEARCHED:
+        if search != SearchFlags():
+            raise InputError(
+                "--costs, --memory-gib, --most-chunks and --tries belong to a search", hint=hint
+            )
+        return False
+    if search.costs is None:
+        raise InputError(f"{SEARCHED!r} needs --costs FILE", hint=hint)
+    if times_ms != _TIMES_MS:
         raise InputError(
-            f"{SEARCHED!r} needs --costs FILE, and --costs belongs to it alone",
-            hint=f"interlace schedule {SEARCHED} --costs examples/uneven_pipeline.toml",
+            f"{SEARCHED!r} takes times from {search.costs}, not from --forward-ms, --input-ms, "
+            "--weight-ms or --transfer-ms",
+            hint="leave them out",
         )
-    return name == SEARCHED
+    return True

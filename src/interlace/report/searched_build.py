@@ -34,7 +34,7 @@ class SearchWishes:
     ranks: int
     micro_batches: int
     overlap: float
-    costs: Path
+    costs: Path | None
     memory_gib: float = 0.0
     """Of a rank; 0 for no limit."""
     most_chunks: int = 2
@@ -42,6 +42,8 @@ class SearchWishes:
 
     def problem(self) -> PipelineProblem:
         """The units of the file as a problem. Raises InputError for what cannot be."""
+        if self.costs is None:
+            raise InputError("no units are given", hint="--costs examples/uneven_pipeline.toml")
         if not 0 <= self.memory_gib < 1e6:
             raise InputError(
                 f"--memory-gib {self.memory_gib:g} is no size", hint="GiB of a rank, 0 for no limit"
