@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import interlace
 from interlace.schedules.schedule_text import write_schedule
 from interlace.search.pipelines.model_units import ModelUnit, PipelineProblem
-from interlace.search.pipelines.searched import SearchedPipeline, search_pipeline
+from interlace.search.pipelines.pipeline_search import SearchedPipeline, search_pipeline
 
 MICRO_BATCHES = 6
 

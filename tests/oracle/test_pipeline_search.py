@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from interlace.search.pipelines.chunk_layouts import ChunkLayout
 from interlace.search.pipelines.model_units import PipelineProblem
-from interlace.search.pipelines.searched import search_pipeline
+from interlace.search.pipelines.pipeline_search import search_pipeline
 from pipeline_models import problems
 
 FACTOR = 1.10

@@ -28,7 +28,7 @@ from interlace.search.pipelines.climbing import has_room
 from interlace.search.pipelines.fixed_orders import fixed_pipelines
 from interlace.search.pipelines.greedy_orders import greedy_order, rules_to_try
 from interlace.search.pipelines.model_units import ModelUnit, PipelineProblem
-from interlace.search.pipelines.searched import (
+from interlace.search.pipelines.pipeline_search import (
     SearchedPipeline,
     layouts_to_try,
     search_pipeline,

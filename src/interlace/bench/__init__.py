@@ -25,5 +25,7 @@ reshard_picture.py     its picture: effective bandwidth by case and method
 pipeline.py            schedules of pipelines on our runtime and on that of PyTorch
 pipeline_world.py      its program: one rank that runs steps by all ways, in turns
 pipeline_rivals.py     a step on PyTorch's own pipeline runtime
+searched.py            a pipeline searched for an uneven model, against interleaved 1F1B
+searched_world.py      its program: one rank that runs steps by all ways, in turns
 results.py             the form of every result: rows, environment, table, JSON file
 """

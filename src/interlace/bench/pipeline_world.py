@@ -27,7 +27,7 @@ from interlace.ranks.launched import follow_launcher
 from interlace.step import Step
 
 Batch = tuple[Tensor, ...]
-_LIMIT = timedelta(seconds=300)
+LIMIT = timedelta(seconds=300)
 """Limit of every wait of the bench; no step takes nearly so long."""
 _WARM_UP = 2
 """Steps of each way that are not timed."""
@@ -41,12 +41,13 @@ up in other orders."""
 class BenchBlock(nn.Module):
     """A block of a GPT: attention and an MLP, each behind a norm."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, mlp: int = 0) -> None:
         super().__init__()
+        mlp = mlp or 4 * width
         self.heads = heads
         self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.wide, self.narrow = nn.Linear(width, mlp), nn.Linear(mlp, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, length, width) to the same."""
@@ -160,7 +161,7 @@ def main(job_path: str, result_path: str) -> int:
     follow_launcher(os.environ)
     torch.set_num_threads(1)
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
-    dist.init_process_group("gloo", timeout=_LIMIT)
+    dist.init_process_group("gloo", timeout=LIMIT)
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
         size: Any = job["size"]

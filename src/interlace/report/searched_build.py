@@ -16,7 +16,7 @@ from interlace.schedules.sends_receives import with_messages
 from interlace.schedules.torch_csv import to_csv
 from interlace.search.pipelines.fixed_orders import BALANCED, EQUAL, FixedPipeline
 from interlace.search.pipelines.model_units import PipelineProblem
-from interlace.search.pipelines.searched import TRIES, SearchedPipeline, search_pipeline
+from interlace.search.pipelines.pipeline_search import TRIES, SearchedPipeline, search_pipeline
 from interlace.search.pipelines.units_file import read_units
 from interlace.text import aligned, milliseconds, percent, size
 

@@ -10,5 +10,5 @@ fixed_orders.py    lists of the schedules of `schedules/`, with their own chunks
 climbing.py        a layout and rules improved step by step
 swaps.py           lists improved by moving passes
 step_floor.py      a time that no pipeline of a model can beat
-searched.py        the search as a whole, and what it found
+pipeline_search.py  the search as a whole, and what it found
 """
