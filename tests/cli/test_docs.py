@@ -22,6 +22,7 @@ from interlace.cli.run_file import load_run_config
 from interlace.config import RunConfig, world_of
 from interlace.hardware.cluster import load_cluster
 from interlace.rules import check, resolve_layout
+from interlace.search.pipelines.units_file import read_units
 
 SHELL = ("sh", "bash", "console")
 NOT_RUN = {
@@ -32,6 +33,7 @@ NOT_RUN = {
         "needs two processes",
         "shows an error",
     ],
+    "docs/concepts/searched-schedules.md": ["needs several processes"],
     "docs/guides/lab.md": ["needs root"],
     "docs/guides/models.md": ["needs the weights of a model of 8 billion parameters"],
     "docs/guides/one-gpu.md": ["needs a GPU"],
@@ -78,11 +80,13 @@ def test_python_runs(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", of("toml"), ids=str)
 def test_files_are_what_they_say(block: Block, tmp_path: Path) -> None:
-    """A run file, or a cluster file, by the rules of the commands that read it."""
+    """A run file, a cluster file or a file of units, by the rules of the commands that read it."""
     file = tmp_path / "file.toml"
     file.write_text(block.text)
     if "intra_host" in tomllib.loads(block.text):
         assert load_cluster(str(file)).devices_per_host
+    elif "unit" in tomllib.loads(block.text):
+        assert read_units(file)
     else:
         check(load_run_config(str(file)))
 
@@ -102,7 +106,11 @@ def test_commands_exist_and_take_these_options(
 ) -> None:
     """The command line parses them; run.toml is the page's own run file, if it has one."""
     monkeypatch.chdir(tmp_path)
-    own = [each.text for each in blocks(page, "toml") if "intra_host" not in each.text]
+    own = [
+        each.text
+        for each in blocks(page, "toml")
+        if not ("intra_host" in each.text or "[[unit]]" in each.text)
+    ]
     general = [each.text for each in blocks("docs/guides/train.md", "toml")]
     Path("run.toml").write_text((own + general)[0])
     for block in blocks(page, *SHELL):

@@ -21,7 +21,7 @@ from interlace.bench.results import ResultRow, environment, speedup, write_json
 from interlace.ranks.launch import launch
 from interlace.report.searched_build import usual_of
 from interlace.schedules.schedule_text import write_schedule
-from interlace.search.pipelines.fixed_orders import BALANCED, FixedPipeline
+from interlace.search.pipelines.fixed_orders import BALANCED, FixedPipeline, fixed_pipelines
 from interlace.search.pipelines.model_units import ModelUnit, PipelineProblem
 from interlace.search.pipelines.pipeline_search import SearchedPipeline, search_pipeline
 from interlace.text import milliseconds
@@ -88,7 +88,7 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     rows: list[ResultRow] = []
     for size in sizes:
         found = searched_for(size)
-        usual = usual_of(found)
+        usual = usual_of(found.fixed)
         print(
             f"{size.micro_batches} micro-batches, {EMULATED}: matmuls sleep for their FLOPs at "
             f"{size.flops_per_s:.2g} FLOP/s; by simulation {milliseconds(found.step.step_ns)} ms, "
@@ -107,8 +107,8 @@ def run(*, quick: bool, json_path: Path | None) -> int:
 def searched_for(size: UnevenSize) -> SearchedPipeline:
     """The pipeline for this model, with no more memory on a rank than interleaved 1F1B takes."""
     problem = PipelineProblem(units=size.units(), ranks=RANKS, micro_batches=size.micro_batches)
-    usual = usual_of(search_pipeline(problem, tries=1))
-    return search_pipeline(replace(problem, memory_bytes=usual.peak_bytes))
+    limit = usual_of(fixed_pipelines(problem)).peak_bytes
+    return search_pipeline(replace(problem, memory_bytes=limit))
 
 
 def best_fixed(found: SearchedPipeline) -> FixedPipeline:
@@ -119,7 +119,7 @@ def best_fixed(found: SearchedPipeline) -> FixedPipeline:
 
 def measure(size: UnevenSize, found: SearchedPipeline) -> Mapping[str, list[int]]:
     """ns of each step of each way. RunError when a rank fails."""
-    usual, best = usual_of(found), best_fixed(found)
+    usual, best = usual_of(found.fixed), best_fixed(found)
     with tempfile.TemporaryDirectory(prefix="interlace-searched-") as folder:
         told, result = Path(folder) / "job.json", Path(folder) / "times.json"
         ways: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def rows_of(
     ]
     for name, ns in (
         (_SEARCHED, found.step.step_ns),
-        (_USUAL, usual_of(found).length_ns),
+        (_USUAL, usual_of(found.fixed).length_ns),
         (_BEST, best.length_ns),
     ):
         shown = best.schedule if name == _BEST else name

@@ -2,6 +2,7 @@
 schedules of the package on the same units."""
 
 import json as json_format
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,10 @@ def show_searched(
     return 0
 
 
-def usual_of(found: SearchedPipeline) -> FixedPipeline:
+def usual_of(fixed: Sequence[FixedPipeline]) -> FixedPipeline:
     """Interleaved 1F1B with an equal number of layers in each of two chunks, or, if the model has
     too few units for two, 1F1B."""
-    equal = [each for each in found.fixed if each.cut == EQUAL]
+    equal = [each for each in fixed if each.cut == EQUAL]
     names = {each.schedule for each in equal}
     name = USUAL if USUAL in names else "one_f_one_b"
     return min((e for e in equal if e.schedule == name), key=lambda e: e.chunks)
@@ -117,7 +118,7 @@ def searched_page(found: SearchedPipeline) -> str:
 
 def _table(found: SearchedPipeline) -> str:
     """What was found, the usual way, and each schedule balanced: the fastest of its options."""
-    usual = usual_of(found)
+    usual = usual_of(found.fixed)
     best: dict[str, FixedPipeline] = {}
     for each in found.fixed:
         if each.cut == BALANCED:
@@ -153,7 +154,7 @@ def _busy_ns(each: FixedPipeline, problem: PipelineProblem) -> int:
 def as_json(found: SearchedPipeline) -> dict[str, Any]:
     """For a JSON file: the pipeline, and every schedule that it was compared with."""
     problem = found.problem
-    usual = usual_of(found)
+    usual = usual_of(found.fixed)
     return {
         "ranks": problem.ranks,
         "micro_batches": problem.micro_batches,
