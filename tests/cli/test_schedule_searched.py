@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from interlace.__main__ import main
+from interlace.cli.schedule import SearchFlags
 from interlace.schedules.finder import find
+from interlace.search.pipelines.pipeline_search import TRIES
 from interlace.search.pipelines.units_file import read_units
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "uneven_pipeline.toml"
@@ -77,6 +79,11 @@ def test_what_was_searched_reads_back(form: str, end: str, capsys, tmp_path) -> 
     assert main(["schedule", str(file), "--form", form, "--messages"]) == 0
     assert capsys.readouterr().out == file.read_text()
     assert len(find(str(file)).of_ranks(4, 8)) == 4
+
+
+def test_tries_of_the_command_are_those_of_the_function() -> None:
+    """The command is parsed without loading the search, so the number stands in both."""
+    assert SearchFlags().tries == TRIES
 
 
 def test_units_of_a_file(tmp_path) -> None:

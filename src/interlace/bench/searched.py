@@ -49,9 +49,9 @@ class UnevenSize:
     tokens: int = 64
     """Of a micro-batch."""
     micro_batches: int = 8
-    flops_per_s: float = 7e8
+    flops_per_s: float = 5e8
     """Of emulated compute."""
-    repeats: int = 5
+    repeats: int = 3
 
     def mlp(self, block: int) -> int:
         """The width of the MLP of a block."""

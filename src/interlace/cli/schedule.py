@@ -25,7 +25,7 @@ class SearchFlags:
     """With `searched`: most that a rank may hold and keep; 0 for no limit."""
     most_chunks: int = 2
     """With `searched`: most chunks that a rank has on average."""
-    tries: int = 4000
+    tries: int = 6000
     """With `searched`: how many changes are tried."""
 
 

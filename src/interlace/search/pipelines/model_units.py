@@ -50,7 +50,7 @@ class PipelineProblem:
     overlap: float = 0.0
     """How much shorter a forward and a backward are side by side than one after the other, as a
     share of their time; but never shorter than the longer of both."""
-    most_chunks: int = 3
+    most_chunks: int = 2
     """Most chunks that a rank has on average."""
 
     def __post_init__(self) -> None:

@@ -17,7 +17,13 @@ from interlace.ir.stage_messages import chain
 from interlace.schedules.listed import ListedSchedule
 from interlace.schedules.sends_receives import check_messages, with_messages
 from interlace.schedules.verify import check_ranks
-from interlace.search.pipelines.chunk_layouts import ChunkLayout, balanced, looped, zigzag
+from interlace.search.pipelines.chunk_layouts import (
+    ChunkLayout,
+    balanced,
+    evened,
+    looped,
+    zigzag,
+)
 from interlace.search.pipelines.climbing import (
     Candidate,
     climb,
@@ -35,9 +41,11 @@ from interlace.search.pipelines.swaps import joined, swap
 from interlace.sim.pipeline_step import PipelineStep, simulate_pipeline
 from interlace.text import size
 
-TRIES = 4000
+TRIES = 6000
 """Changes that are tried by default; a choice. Each takes 1 to 6 ms for 4 ranks, 32 micro-batches
 and up to 12 chunks."""
+_EXCHANGES = (0.0, 0.0, 0.1, 0.1, 0.3)
+"""For each layout so many others are drawn, with these shares of exchanged chunks; a choice."""
 _STARTS, _FINALISTS = 6, 3
 """How many pipelines are improved at first, and how many of them further; a choice."""
 
@@ -86,17 +94,19 @@ def search_pipeline(problem: PipelineProblem, *, tries: int = TRIES) -> Searched
     fixed = fixed_pipelines(problem)
     seeds = [each.candidate() for each in fixed if each.fits]
     layouts = layouts_to_try(problem)
-    starts = sorted(_starts(problem, layouts), key=lambda each: each.key)
+    even = [evened(problem, layout, draw, share) for layout in layouts for share in _EXCHANGES]
+    tried = list(dict.fromkeys([*layouts, *even]))
+    starts = sorted(_starts(problem, tried), key=lambda each: each.key)
     if not starts and not seeds:
         raise _too_small(problem, layouts)
     each = tries // (4 * max(1, min(_STARTS, len(starts))))
     first = [climb(problem, start, each, draw) for start in starts[:_STARTS]]
     first = sorted(first, key=lambda found: found.key)[:_FINALISTS]
-    each = tries // (4 * max(1, len(first)))
+    each = tries // (2 * max(1, len(first)))
     second = [trimmed(problem, climb(problem, found, each, draw)) for found in first]
     finalists = sorted([*second, *seeds], key=lambda found: found.key)
     finalists = _unlike(finalists)[:_FINALISTS]
-    each = tries // (2 * len(finalists))
+    each = tries // (4 * len(finalists))
     last = [swap(problem, joined(problem, found), each, draw) for found in finalists]
     return _checked(problem, joined(problem, min(last, key=lambda found: found.key)), fixed)
 
