@@ -13,18 +13,18 @@ from interlace.search.pipelines.model_units import PipelineProblem
 from interlace.search.pipelines.pipeline_search import search_pipeline
 from pipeline_models import problems
 
-FACTOR = 1.10
+FACTOR = 1.25
 """The search may be so much longer than the optimum of a small model."""
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     problem=problems(most_ranks=2, most_units=4, most_micro_batches=3, overlaps=(0.0,)),
 )
 def test_small_models_are_near_their_optimum(problem: PipelineProblem) -> None:
-    """Never shorter than the optimum, at most a tenth longer; and no bound is above it."""
+    """Never shorter than the optimum, at most a quarter longer; and no bound is above it."""
     best = min(optimum(problem, layout) for layout in layouts(problem))
-    found = search_pipeline(problem, tries=300)
+    found = search_pipeline(problem, tries=600)
     assert found.floor_ns <= best <= found.step.step_ns <= FACTOR * best
 
 
