@@ -7,6 +7,7 @@ The rooms of the house, from the street to the cellar; arrows of imports point d
 __main__.py   `python -m interlace`, and the command `interlace`
 cli/          commands: parse, call one function, print
 bench/        measured claims, one file each
+pipelining/   the interface of torch.distributed.pipelining, both ways
 api.py        `compile_step`: an interlaced step of a user's own module
 train/        a training run: session, loop, runners, comparison, metrics
 checkpoint/   checkpoint folders on disk: written whole, checked, read on any mesh

@@ -66,9 +66,10 @@ def compile_step(
 ) -> "Step":
     """A step of `module` whose micro-batches are interleaved in a planned order.
 
-    `loss_fn(module, *batch)` calls the module and returns a scalar; `example_inputs` is one batch,
-    and all later ones have its shapes, dtypes and device. The module is on its device and laid out
-    over ranks; `mesh` names the axes of its collectives. Gradients are averaged over an axis
+    `loss_fn(module, *batch)` calls the module and returns a scalar, or a tuple of it and of tensors
+    that a step keeps in `step.results`; `example_inputs` is one batch, and all later ones have its
+    shapes, dtypes and device. The module is on its device and laid out over ranks; `mesh` names the
+    axes of its collectives. Gradients are averaged over an axis
     `dp_replicate`, whose ranks hold equal weights and see different data. `strands=1` runs the
     same graphs one micro-batch after the other. `schedule` takes the place of `strands`:
     `one_strand`, `two_strand`, `folded`, or a function of your own (docs/concepts/schedules.md),

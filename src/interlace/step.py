@@ -79,6 +79,8 @@ class Step:
     `print(step.decomposed.summary())`"""
     losses: list[Tensor]
     """Of the micro-batches of the last step."""
+    evaluated: list[Tensor]
+    """Losses of the micro-batches of the last evaluation."""
     number: int
     """Which step of training comes next, counted from 1; masks of dropout depend on it."""
     nondeterminism: tuple[str, ...]
@@ -103,6 +105,7 @@ class Step:
         self.costs = costs
         self.decomposed = strands.listing
         self.losses = []
+        self.evaluated = []
         self.number = 1
         self.draws = draws
         self.executor: StepExecutor = strands.executor(plan, tensors.constants, schedule, link)
@@ -128,7 +131,15 @@ class Step:
             replaced = self.tensors.refresh(micro_batches)
         if replaced:
             self._rebind()
-        return torch.stack(self.executor.evaluate(micro_batches)).mean()
+        self.evaluated = self.executor.evaluate(micro_batches)
+        return torch.stack(self.evaluated).mean()
+
+    @property
+    def results(self) -> list[tuple[Tensor, ...]]:
+        """What `loss_fn` gave beside the loss, for each micro-batch of the last step or
+        evaluation, without gradients. In a pipeline the rank of the last chunk has them, and the
+        others have an empty list."""
+        return self.executor.results
 
     def actions(self, micro_batches: int) -> tuple[Action, ...]:
         """What this rank runs in a step of so many micro-batches, action by action; `print` shows

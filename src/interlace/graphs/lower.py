@@ -18,7 +18,7 @@ from interlace.graphs.collectives import is_collective, is_wait, known_row, wait
 from interlace.graphs.op_graphs import is_free
 from interlace.graphs.parts import GraphPart
 from interlace.graphs.strides import copying_views, restrided
-from interlace.graphs.trace import VIEWS, Binding, StrandGraph
+from interlace.graphs.trace import RESULTS, VIEWS, Binding, StrandGraph
 
 aten = torch.ops.aten
 
@@ -190,7 +190,7 @@ class _Builder:
 def _sole_reader(collective: fx.Node) -> bool:
     """Whether the collective is the only reader of a value that an operator made for it."""
     source = collective.all_input_nodes[0]
-    while len(source.users) == 1:
+    while len(source.users) == 1 and RESULTS not in source.meta:
         if source.target not in VIEWS:
             return not is_free(source) and _makes_memory(source)
         source = source.all_input_nodes[0]

@@ -20,6 +20,8 @@ SAVED = "saved"
 """Role of a value that a forward keeps for its backward."""
 HANDED = (SAVED, CARRIED)
 """Roles of what one strand of a micro-batch hands to another."""
+RESULT = "result"
+"""Role of an output that a step hands to its caller beside the loss, by number."""
 LOSS = Binding("loss", "loss")
 """The output that a micro-batch is judged by."""
 
@@ -50,7 +52,7 @@ class GraphPart:
         strand, names = self.strand, list(self.operators)
         head = {name: self.operators[name] for name in names[:at]}
         rest = {name: self.operators[name] for name in names[at:]}
-        carried = _handed_over(strand, frozenset(head.values()), rest)
+        carried = _handed_over(self, frozenset(head.values()), rest)
         reads = _reads(head.values())
         later = _reads((*rest.values(), *self.outputs)).union(self.outputs)
         given = tuple(Binding(CARRIED, node.name) for node in carried)
@@ -93,7 +95,7 @@ def _reads(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _handed_over(
-    strand: StrandGraph, head: frozenset[fx.Node], rest: Mapping[str, fx.Node]
+    part: GraphPart, head: frozenset[fx.Node], rest: Mapping[str, fx.Node]
 ) -> tuple[fx.Node, ...]:
     """Nodes that the head computes and somebody after it needs, in graph order.
 
@@ -104,7 +106,7 @@ def _handed_over(
     found: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     stack = [source for node in rest.values() for source in node.all_input_nodes]
-    stack += strand.outputs
+    stack += part.outputs
     while stack:
         node = stack.pop()
         if node in seen:
@@ -121,4 +123,4 @@ def _handed_over(
             found.add(node)  # a look-up in an operator's results
         elif is_free(node):
             stack += node.all_input_nodes
-    return tuple(node for node in strand.graph.nodes if node in found)
+    return tuple(node for node in part.strand.graph.nodes if node in found)

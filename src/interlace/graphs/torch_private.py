@@ -18,6 +18,7 @@ docs/new-torch.md says with which versions of torch it was tested.
     utils._python_dispatch.TorchDispatchMode, utils._pytree.tree_leaves   seeing eager operators
     _ops.OpOverload                          an operator of a graph, on which a row can be kept
     _inductor.fx_passes.overlap_scheduling   PyTorch's overlap scheduler, a rival (from 2.13 on)
+    distributed.pipelining.schedules._PipelineScheduleRuntime, ._Action    their runtime, our order
     cuda.jiterator._create_jit_fn            an element-wise CUDA kernel from its source
 
 The exit stack given to the joint export must be closed before anything real runs: until then its
@@ -43,6 +44,7 @@ from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTInput,
+    PlainAOTOutput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
     TangentAOTInput,
@@ -77,6 +79,7 @@ __all__ = [
     "init_fake_world",
     "input_of",
     "min_cut_saved",
+    "pipeline_runtime",
     "process_group",
     "set_group_timeout",
     "set_input",
@@ -118,10 +121,13 @@ class Joint:
     """Inputs that the forward writes to, and the node with the value that each gets."""
     reads: "Reads | None" = None
     """What the forward read of Python, if that was asked for."""
+    results: tuple[fx.Node, ...] = ()
+    """The tensors that it gives beside the loss."""
 
 
 def capture(module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False) -> Joint:
-    """Trace `module(*example_inputs) -> scalar loss`. No collective runs, no memory is touched
+    """Trace `module(*example_inputs)`, a scalar loss or a tuple of it and of tensors that have no
+    gradient. No collective runs, no memory is touched
     when the module holds fake tensors. `watch` keeps what was read of Python."""
     reads: list[Reads] = []
     whole_capture = functional_export.fullgraph_capture
@@ -158,7 +164,10 @@ def capture(module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: boo
     ]
     output.args = ((loss, *(node for node, _ in found)),)
     gradients = tuple(gradient for _, gradient in found)
-    return Joint(graph, joint.graph_module, gradients, tuple(writes), *reads)
+    described = zip(others, descriptors, strict=True)
+    results = [node for node, desc in described if isinstance(desc, PlainAOTOutput)]
+    loaded = reads[0] if reads else None
+    return Joint(graph, joint.graph_module, gradients, tuple(writes), loaded, tuple(results))
 
 
 class Reads:
@@ -318,9 +327,10 @@ def init_fake_world(world_size: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
 
 
-def fake_tensor_mode() -> Any:
-    """A mode under which tensors have shapes and no memory."""
-    return torch._subclasses.fake_tensor.FakeTensorMode()
+def fake_tensor_mode(*, holds_real: bool = False) -> Any:
+    """A mode under which tensors have shapes and no memory. With `holds_real` operators may read
+    tensors that were made outside, and compute nothing from them."""
+    return torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=holds_real)
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -357,6 +367,20 @@ def inductor_schedule(
             compute_estimator="analytical",
         )
     return list(found.graph.nodes)
+
+
+def pipeline_runtime(
+    stages: Any, micro_batches: int, loss_fn: Any, rows: Iterable[Iterable[str]], **options: Any
+) -> Any:
+    """PyTorch's pipeline runtime with an order of passes, the cells of its CSV for each rank; it
+    adds sends, receives and gathers of weights itself."""
+    from torch.distributed.pipelining import schedules  # noqa: PLC0415 - slow
+
+    actions = {rank: list(map(schedules._Action.from_str, row)) for rank, row in enumerate(rows)}
+    runtime = schedules._PipelineScheduleRuntime(list(stages), micro_batches, loss_fn, **options)
+    runtime.pipeline_order = dict(actions)
+    runtime._prepare_schedule_with_comms(actions)
+    return runtime
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:

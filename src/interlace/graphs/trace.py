@@ -47,6 +47,10 @@ VIEWS = frozenset(
 """Operators whose results look at the memory of their inputs."""
 
 
+RESULTS = "interlace_results"
+"""Where a node keeps which tensors it is of those that a forward gives beside its loss."""
+
+
 @dataclass(frozen=True)
 class Binding:
     """Where an input of a graph comes from at run time."""
@@ -91,6 +95,8 @@ class ChunkGraphs:
     """Layout of each parameter's gradient, None for plain tensors."""
     reads: Reads | None = None
     """What the forward read beside parameters and buffers, if that was asked for."""
+    results: int = 0
+    """How many tensors the forward gives beside the loss (`results_of`)."""
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
@@ -103,6 +109,14 @@ def output_values(graph: fx.Graph) -> tuple[fx.Node, ...]:
     values = output_node(graph).args[0]
     assert isinstance(values, (tuple, list))
     return tuple(value for value in values if isinstance(value, fx.Node))
+
+
+def results_of(forward: StrandGraph) -> dict[int, fx.Node]:
+    """The nodes of the tensors that a forward gives beside its loss, by their number."""
+    found = {
+        number: node for node in forward.graph.nodes for number in node.meta.get(RESULTS, ())
+    }  # fmt: skip
+    return dict(sorted(found.items()))
 
 
 def trace_chunk(
@@ -141,6 +155,8 @@ def _simplify(graph: fx.Graph) -> tuple[fx.Node, ...]:
         source = _same_value(node)
         if source is not None:
             node.replace_all_uses_with(source)
+            if RESULTS in node.meta:
+                source.meta[RESULTS] = (*source.meta.get(RESULTS, ()), *node.meta[RESULTS])
             graph.erase_node(node)
             kept[node] = source
     return tuple(kept.get(node, node) for node in outputs)
@@ -162,6 +178,8 @@ def _same_value(node: fx.Node) -> fx.Node | None:
 
 def bind(joint: Joint) -> ChunkGraphs:
     """Cut a joint graph in two, drop nodes that compute nothing, and say what each input is."""
+    for number, result in enumerate(joint.results):
+        _mark_result(result, number)
     forward, backward = cut(joint.graph)
     names = [node.name for node in output_values(forward)]
     values = dict(zip(names, _simplify(forward), strict=True))
@@ -190,7 +208,15 @@ def bind(joint: Joint) -> ChunkGraphs:
         parameters=tuple(gradients),
         placements={name: placements for name, (_, placements) in gradients.items()},
         reads=joint.reads,
+        results=len(joint.results),
     )
+
+
+def _mark_result(node: fx.Node, number: int) -> None:
+    """Note at the operator behind a result that it is one. Copies of a node keep the note."""
+    while node.target in (aten.detach.default, aten.alias.default):
+        node = node.all_input_nodes[0]
+    node.meta[RESULTS] = (*node.meta.get(RESULTS, ()), number)
 
 
 def _share_saved(backward: fx.Graph, values: dict[str, fx.Node]) -> None:

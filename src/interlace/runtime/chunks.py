@@ -13,7 +13,7 @@ from interlace.errors import InputError, nearest
 from interlace.graphs.chunk_parts import Cut, cut_parts
 from interlace.graphs.chunk_places import backward_chunks, forward_chunks, weight_half
 from interlace.graphs.module_paths import module_path
-from interlace.graphs.parts import SAVED, GraphPart
+from interlace.graphs.parts import RESULT, SAVED, GraphPart
 from interlace.graphs.trace import Binding
 from interlace.ir.actions import Direction, Share, Strand, strand
 from interlace.ir.chunk_graphs import chunk_graphs
@@ -284,7 +284,8 @@ class _Chunking:
         backwards read it."""
         made_in = None if maker is None else _chunk(maker)
         if name.role != SAVED:
-            return [self.forward_labels[self.count - 1 if made_in is None else made_in]]
+            in_last = made_in is None or name.role == RESULT
+            return [self.forward_labels[self.count - 1 if in_last else made_in]]
         rank_of = self.placement.rank_of
         readers: dict[int, list[int]] = {}
         for chunk in sorted(self.kept.get(name.target, ())):

@@ -17,7 +17,7 @@ from torch import Tensor
 from interlace.errors import InputError
 from interlace.graphs.dropout import no_dropout
 from interlace.graphs.lower import Lowered, lower
-from interlace.graphs.parts import HANDED, LOSS, GraphPart
+from interlace.graphs.parts import HANDED, LOSS, RESULT, GraphPart
 from interlace.graphs.strides import restrided
 from interlace.graphs.trace import Binding
 from interlace.ir.actions import (
@@ -117,6 +117,10 @@ class StepExecutor:
         self._actions: dict[int, tuple[Action, ...]] = {}
         self._strides = _batch_strides(parts)
         self._tangent = _tangent(parts, next(iter(constants.values())).device)
+        self.adds_up = False
+        """Whether gradients are those of the sum of the losses, and not of their mean."""
+        self.results: list[tuple[Tensor, ...]] = []
+        """Of the last step or evaluation: by micro-batch, what `loss_fn` gave beside the loss."""
         self.readers = _readers(parts)
         """The strands of a micro-batch that need each value that is handed over."""
 
@@ -127,12 +131,17 @@ class StepExecutor:
     def step(self, batches: Sequence[Batch], recorder: Recorder | None = None) -> list[Tensor]:
         """Losses of all micro-batches; gradients of their mean are added to the buffers."""
         actions = self._step_actions(len(batches))
-        self._tangent.fill_(1.0 / (len(batches) * self._data_ranks))
+        self._tangent.fill_(self._weight(len(batches)))
         run = StepRun(self, [self._as_traced(batch) for batch in batches], recorder)
         with self._plain_operators():
             for action in actions:
                 run.action(action)
+        self.results = run.given()
         return [run.losses[number] for number in sorted(run.losses)]
+
+    def _weight(self, count: int) -> float:
+        """The gradient of what is differentiated with respect to the loss of a micro-batch."""
+        return 1.0 / ((1 if self.adds_up else count) * self._data_ranks)
 
     def _step_actions(self, count: int) -> tuple[Action, ...]:
         if count not in self._actions:
@@ -152,7 +161,8 @@ class StepExecutor:
         """Losses of these micro-batches, forward only, with the weights as they are now."""
         gathers = labels_of(self.parts, Direction.FORWARD, Share.ONCE)
         forwards = labels_of(self.parts, Direction.FORWARD, Share.WHOLE)
-        losses = []
+        losses: list[Tensor] = []
+        self.results = []
         with self._plain_operators():
             for name in gathers:
                 StepRun(self, [], None).outputs(self.alone(name), {name: 0})
@@ -161,6 +171,7 @@ class StepExecutor:
                 for name in forwards:
                     run.run(self.alone(name), {name: 1})
                 losses.append(run.losses[1])
+                self.results += run.given()
         return losses
 
     def alone(self, name: str) -> Lowered:
@@ -227,6 +238,7 @@ class StepRun:
         self.recorder = recorder
         self.losses: dict[int, Tensor] = {}
         """By micro-batch, which counts from 1."""
+        self._results: dict[int, list[Tensor]] = {}
         self.handed: dict[tuple[int, Binding], Any] = {}
         """What strands of a micro-batch hand to later ones."""
         self._left: dict[tuple[int, Binding], set[str]] = {}
@@ -244,8 +256,14 @@ class StepRun:
         for (label, name), value in zip(lowered.outputs, made, strict=True):
             if name == LOSS:
                 self.losses[micro_batch[label]] = value
+            elif name.role == RESULT:
+                self._results.setdefault(micro_batch[label], []).append(value)
             elif name.role in HANDED:
                 self.handed[micro_batch[label], name] = value
+
+    def given(self) -> list[tuple[Tensor, ...]]:
+        """The results of all micro-batches that ran here, in order."""
+        return [tuple(self._results[number]) for number in sorted(self._results)]
 
     def outputs(self, lowered: Lowered, micro_batch: Mapping[str, int]) -> Sequence[Any]:
         """What a graph returns; `micro_batch` is that of each strand."""

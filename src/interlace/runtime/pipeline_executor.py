@@ -68,12 +68,13 @@ class PipelineExecutor(StepExecutor):
         part; what this rank raises itself ends the step on all others."""
         count = len(batches)
         items, wiring = self._listed(count)
-        self._tangent.fill_(1.0 / (count * self.link.data_ranks))
+        self._tangent.fill_(self._weight(count))
         run = _PipelineRun(self, [self._as_traced(batch) for batch in batches], recorder, wiring)
         with self.link.end.for_all(), self._plain_operators():
             for item in items:
                 run.item(item)
             run.end_sums()
+            self.results = run.given()
             self._share_gradients()
             self.link.finish()
             return self._losses(run.losses, count)
@@ -90,6 +91,7 @@ class PipelineExecutor(StepExecutor):
         with self.link.end.for_all(), self._plain_operators():
             for item in items:
                 run.item(item)
+            self.results = run.given()
             self.link.finish()
             return self._losses(run.losses, count)
 

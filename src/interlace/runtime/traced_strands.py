@@ -21,12 +21,12 @@ from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each
 from interlace.graphs.dropout import fix_dropout, takes_seeds
 from interlace.graphs.gradient_layouts import check_parameters, lay_out_gradients
 from interlace.graphs.op_graphs import export, output_storages
-from interlace.graphs.parts import LOSS, SAVED, GraphPart
+from interlace.graphs.parts import LOSS, RESULT, SAVED, GraphPart
 from interlace.graphs.recompute import KEEP_ALL, RecomputePolicy, with_recompute
 from interlace.graphs.repeat import trace_repeated
 from interlace.graphs.strides import same_strides, without_overlap
 from interlace.graphs.torch_private import Reads
-from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, trace_chunk
+from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, results_of, trace_chunk
 from interlace.ir.actions import Direction, Share, Strand, strand
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import whole_graph
@@ -221,7 +221,7 @@ def build_strands(
         chunk, _, reason = trace_repeated(module, example)
     else:
         chunk, reason = trace_chunk(module, example, watch=watch), ""
-    reads = chunk.reads
+    reads, wanted = chunk.reads, chunk.results
     chunk = lay_out_gradients(chunk, module)
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= module.named_buffers(remove_duplicate=False)
@@ -232,10 +232,23 @@ def build_strands(
         chunk, listing = decompose_chunk(chunk, axis_of_group, decompose)
     before = _collectives({FORWARD: chunk.forward, BACKWARD: chunk.backward})
     strands = share(module, chunk, axis_of_group, data, buffer_dtype, wide_sums)
+    _check_results(strands, wanted)
     if listing is not None:
         why = "data-parallel ranks exchange whole buckets of weights"
         listing = with_others(listing, strands.graphs, before, why)
     return replace(strands, not_repeated=reason, listing=listing, reads=reads)
+
+
+def _check_results(strands: Strands, wanted: int) -> None:
+    """Raise InputError unless the forward still gives all results that the trace saw."""
+    found = results_of(strands.graphs[FORWARD])
+    if sorted(found) != list(range(wanted)):
+        missing = min(set(range(wanted)) - set(found))
+        raise InputError(
+            f"loss_fn gives {wanted} tensors beside the loss, and number {missing} (counted from "
+            "0) is none that the loss is computed from or before it",
+            hint="return what the module gave; with overlap.decompose leave it out",
+        )
 
 
 def _collectives(graphs: Mapping[str, StrandGraph]) -> set[str]:
@@ -259,11 +272,11 @@ def share(
     done: frozenset[str] = frozenset()
     if data is not None and data.reduce_each:
         done = reduce_each(chunk, data, buffer_dtype)
-    parts = {name: local(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    own = {name: local(p) for name, p in module.named_parameters(remove_duplicate=False)}
     graphs = {
         FORWARD: chunk.forward,
         BACKWARD: accumulate_gradients(
-            chunk, buffer_dtype, parameters=parts, done=done, wide=wide_sums
+            chunk, buffer_dtype, parameters=own, done=done, wide=wide_sums
         ),
     }
     if data is not None:
@@ -278,13 +291,24 @@ def share(
     outputs = ("loss", *chunk.saved)
     storages = {BACKWARD: output_storages(chunk.forward, outputs)}
     names = {FORWARD: (LOSS, *(Binding(SAVED, name) for name in chunk.saved))}
+    parts = {name: GraphPart.whole(graph, names.get(name, ())) for name, graph in graphs.items()}
+    parts[FORWARD] = _with_results(parts[FORWARD])
     return Strands(
         module,
         graphs,
-        {name: GraphPart.whole(graph, names.get(name, ())) for name, graph in graphs.items()},
+        parts,
         {name: export(graph, axes, storages.get(name, {})) for name, graph in graphs.items()},
         chunk.saved,
         chunk.parameters,
         chunk.placements,
         data,
+    )
+
+
+def _with_results(forward: GraphPart) -> GraphPart:
+    """The forward, which gives its results too."""
+    found = results_of(forward.strand)
+    names = (Binding(RESULT, str(number)) for number in found)
+    return replace(
+        forward, outputs=(*forward.outputs, *found.values()), names=(*forward.names, *names)
     )

@@ -17,8 +17,8 @@ from interlace.runtime.step_inputs import check_batches
 
 Constants = Mapping[tuple[str, str], Tensor]
 """What the graphs' inputs stand for, by (role, target)."""
-LossFunction = Callable[..., Tensor]
-"""Takes the module and a batch, and gives a scalar."""
+LossFunction = Callable[..., Tensor | tuple[Tensor, ...]]
+"""Takes the module and a batch, and gives a scalar, or a tuple of it and of results."""
 
 
 class UserModule:
@@ -107,10 +107,17 @@ class ModuleWithLoss(nn.Module):
         self.module = module
         self.loss_fn = loss_fn
 
-    def forward(self, *batch: Tensor) -> Tensor:
-        """A scalar, equal on all ranks of the mesh that share it."""
+    def forward(self, *batch: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """A scalar, equal on all ranks of the mesh that share it; with what `loss_fn` gives beside
+        it, if it gives a tuple."""
         loss = self.loss_fn(self.module, *batch)
-        if isinstance(loss, DTensor):
-            whole = [Replicate()] * loss.device_mesh.ndim
-            return loss.redistribute(placements=whole).to_local()
-        return loss
+        if isinstance(loss, tuple):
+            return _whole(loss[0]), *(_whole(each).detach() for each in loss[1:])
+        return _whole(loss)
+
+
+def _whole(value: Tensor) -> Tensor:
+    if isinstance(value, DTensor):
+        everywhere = [Replicate()] * value.device_mesh.ndim
+        return value.redistribute(placements=everywhere).to_local()
+    return value
