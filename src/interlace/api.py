@@ -67,19 +67,19 @@ def compile_step(
     """A step of `module` whose micro-batches are interleaved in a planned order.
 
     `loss_fn(module, *batch)` calls the module and returns a scalar, or a tuple of it and of tensors
-    that a step keeps in `step.results`; `example_inputs` is one batch, and all later ones have its
-    shapes, dtypes and device. The module is on its device and laid out over ranks; `mesh` names the
-    axes of its collectives. Gradients are averaged over an axis
-    `dp_replicate`, whose ranks hold equal weights and see different data. `strands=1` runs the
-    same graphs one micro-batch after the other. `schedule` takes the place of `strands`:
-    `one_strand`, `two_strand`, `folded`, or a function of your own (docs/concepts/schedules.md),
-    itself or as `"module:function"`. An axis `pp` of `mesh` is a pipeline: its ranks run the chunks
-    of such a schedule, each builds the whole module, and afterwards has gradients of its own stage.
-    Chunks have equal shares of the arithmetic, or begin with the sub-modules that `split_at` names,
-    without the first; `wait_s` bounds each wait for another rank. `config` says how the order is
-    found, `overlap` whether collectives are cut into sends under partial matmuls (default: not).
-    Masks of dropout follow from torch's seed at this call, the step and the micro-batch. `per_rank`
-    names plain parameters and buffers (as `"experts.*"`) of which each rank holds its own.
+    for `step.results`; `example_inputs` is one batch, and all later ones have its shapes, dtypes
+    and device. The module is on its device and laid out over ranks; `mesh` names the axes of its
+    collectives. Gradients are averaged over an axis `dp_replicate`, whose ranks hold equal weights
+    and see different data. `strands=1` runs the same graphs one micro-batch after the other.
+    `schedule` takes the place of `strands`: `one_strand`, `two_strand`, `folded`, or a function of
+    your own (docs/concepts/schedules.md), itself or as `"module:function"`. An axis `pp` of `mesh`
+    is a pipeline: its ranks run the chunks of such a schedule, each builds the whole module, and
+    afterwards has gradients of its own stage. Chunks have equal shares of the arithmetic, or begin
+    with the sub-modules that `split_at` names, without the first; `wait_s` bounds each wait for
+    another rank. `config` says how the order is found, `overlap` whether collectives are cut into
+    sends under partial matmuls (default: no). Masks of dropout follow from torch's seed at this
+    call, the step and the micro-batch. `per_rank` names plain parameters and buffers (as
+    `"experts.*"`) of which each rank holds its own; others are equal (`Step.check_ranks`).
 
     One strand and two give the same bits; on CUDA only with deterministic kernels: set
     CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before

@@ -109,3 +109,26 @@ def compare(own: Sequence[PipelineStage], right: Sequence[nn.Module]) -> int:
             close(parameter.grad, grad)
             count += 1
     return count
+
+
+class Handed(nn.Module):
+    """A first stage that hands its second input on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.layer(x)), mask
+
+
+class Named(nn.Module):
+    """A last stage that reads the mask, and arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor, *, by: Tensor, add: float) -> Tensor:
+        kept = torch.where(mask.unsqueeze(-1), x, x.new_zeros(()))
+        return self.layer(kept) * by.unsqueeze(-1) + add

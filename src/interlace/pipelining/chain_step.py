@@ -62,14 +62,13 @@ class ChainStep:
             self._container = self._container_of(chain)
         loss = ChainLoss(loss_fn, layout.target, layout.loss_kwargs)
         example = tuple(each.contiguous() for each in blanks)
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            self.step = compile_step(
-                chain, loss, example, mesh=mesh, schedule=schedule.function, config=config,
-                overlap=overlap, per_rank=_every(chain),
-                split_at=[f"stages.{number}" for number in range(1, len(order))],
-            )  # fmt: skip
-            if len(sides) > 1:
-                free_other_stages(self.step)
+        self.step = compile_step(
+            chain, loss, example, mesh=mesh, schedule=schedule.function, config=config,
+            overlap=overlap, per_rank=_every(chain),
+            split_at=[f"stages.{number}" for number in range(1, len(order))],
+        )  # fmt: skip
+        if len(sides) > 1:
+            free_other_stages(self.step)
         self._shared = self._inputs_of_others()
 
     def run(

@@ -207,12 +207,12 @@ class PipelineSchedule:
             self._group, device.type, mesh_dim_names=("pp",)
         )  # fmt: skip
         config, overlap = self._settings
-        found = ChainStep(
-            side,
-            {stage.stage_index: stage.submod for stage in stages},
-            self._loss_fn, device, mesh,
-            schedule=self._schedule, config=config, overlap=overlap,
-        )  # fmt: skip
+        modules = {stage.stage_index: stage.submod for stage in stages}
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            found = ChainStep(
+                side, modules, self._loss_fn, device, mesh, schedule=self._schedule, config=config,
+                overlap=overlap,
+            )  # fmt: skip
         found.step.executor.adds_up = not self.scale_grads
         return found
 

@@ -116,8 +116,7 @@ class _Unpacker(pickle.Unpickler):
             zeros = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
             self._known[key] = nn.Parameter(zeros, requires_grad=requires_grad)
         else:
-            flat = torch.frombuffer(bytearray(values), dtype=dtype) if values else torch.empty(
-                0, dtype=dtype
-            )  # fmt: skip
-            self._known[key] = flat.view(shape).to(device)
+            has_some = len(values) > 0  # frombuffer refuses none
+            flat = torch.frombuffer(bytearray(values), dtype=dtype) if has_some else []
+            self._known[key] = torch.as_tensor(flat, dtype=dtype).view(shape).to(device)
         return self._known[key]
