@@ -100,8 +100,8 @@ def forward_only() -> None:
 
 
 def eval_and_train() -> None:
-    """An evaluation first, a step, an evaluation again: it leaves gradients and weights alone, and
-    tensors do not pile up over ten steps."""
+    """An evaluation first, a step, an evaluation again: it leaves gradients and weights alone. The
+    stages of other ranks have no memory, and tensors do not pile up from step to step."""
     with gloo_group(60):
         twins, own = mlps(4), own_stages(mlps(4), "dual_pipe_v")
         schedule, batch = made("dual_pipe_v", own), data(COUNT)
@@ -117,6 +117,9 @@ def eval_and_train() -> None:
                 close(torch.stack(losses), torch.stack(right))
                 close(output, in_order(twins)(batch[0]))
         assert compare(own, twins)
+        held = {p.data_ptr(): p.nbytes for stage in own for p in stage.submod.parameters()}
+        every = schedule.compiled.strands.module.parameters()
+        assert sum(p.untyped_storage().nbytes() for p in every) == sum(held.values())
         with torch.no_grad(), pytest.raises(RunError, match="no_grad"):
             call(schedule, batch)
         alive = []
@@ -257,11 +260,14 @@ def refusals() -> list[str]:
         def no_target() -> None:
             made("gpipe", own).eval(*((batch[0],) if rank == 0 else ()))
 
+        def unequal() -> None:
+            call(made("gpipe", own), data(COUNT + 1))
+
         def other_value() -> None:
             call(schedule, batch, flag=1)
 
         call(schedule, batch)
-        for attempt in (lambda: made("gpipe", swapped), local, no_target, other_value):
+        for attempt in (lambda: made("gpipe", swapped), local, no_target, unequal, other_value):
             with pytest.raises((InputError, RunError)) as caught:
                 attempt()
             found.append(str(caught.value))
@@ -284,4 +290,5 @@ def test_refusals() -> None:
     assert "has the stages [1], and schedule 'gpipe' puts [0] there" in first[0]
     assert all("cannot be pickled" in each[1] for each in (first, second))
     assert all("passed no target" in each[2] for each in (first, second))
-    assert all("pass the same arguments in every call" in each[3] for each in (first, second))
+    assert all("divisible by n_microbatches" in each[3] for each in (first, second))
+    assert all("pass the same arguments in every call" in each[4] for each in (first, second))

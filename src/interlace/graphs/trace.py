@@ -251,12 +251,13 @@ def set_outputs(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 
 def _must_stay(node: fx.Node) -> bool:
-    """Whether a node stays though nobody uses its result: it writes to one of its arguments.
+    """Whether a node stays though nobody in the graph uses its result: it writes to one of its
+    arguments, or a caller is given it.
 
     By torch's own rule attention (it can draw random numbers) and waits stay too, and with them,
     in backward, the forward attention of every layer and the head's matmul up to a collective.
     """
-    if node.op in ("placeholder", "output"):
+    if node.op in ("placeholder", "output") or RESULTS in node.meta:
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
@@ -312,7 +313,7 @@ def cut(joint: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
     """
     nodes = list(joint.nodes)
     (loss, *gradients) = nodes[-1].args[0]  # type: ignore[misc]
-    end = nodes.index(loss) + 1
+    end = 1 + max(i for i, node in enumerate(nodes) if node is loss or RESULTS in node.meta)
     later = [node for node in nodes[end:-1] if node.op != "placeholder"]
     tangents = [node for node in nodes[:end] if node.op == "placeholder" and _is_tangent(node)]
     first = [node for node in nodes[:end] if node not in tangents]

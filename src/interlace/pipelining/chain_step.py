@@ -45,7 +45,7 @@ class ChainStep:
         self._device = device
         sides: list[RankSide] = self._gathered(side)
         rank_of = {stage: rank for rank, each in enumerate(sides) for stage in each.stages}
-        self._is_last = rank_of[max(rank_of)] == self._rank
+        self.is_last = rank_of[max(rank_of)] == self._rank
         self._is_first = rank_of[0] == self._rank
         self._side, self._has_loss = side, loss_fn is not None
         self._layout = layout = ChainInputs.of(sides, rank_of[0], rank_of[max(rank_of)])
@@ -67,15 +67,23 @@ class ChainStep:
             overlap=overlap, per_rank=_every(chain),
             split_at=[f"stages.{number}" for number in range(1, len(order))],
         )  # fmt: skip
+        with refused_together(self._group):
+            self._refuse_weights_of_others()
         if len(sides) > 1:
             free_other_stages(self.step)
         self._shared = self._inputs_of_others()
 
     def run(
-        self, calls: Sequence[Call], loss_kwargs: Mapping[str, Any], *, backward: bool
+        self,
+        calls: Sequence[Call],
+        loss_kwargs: Mapping[str, Any],
+        *,
+        backward: bool,
+        keep_outputs: bool,
     ) -> tuple[list[Tensor], list[Any]]:
-        """The losses of all micro-batches, and on the rank of the last stage its outputs, else an
-        empty list."""
+        """The losses of all micro-batches, and on the rank of the last stage its outputs if they
+        are to be kept, else an empty list."""
+        self.step.executor.keeps_results = keep_outputs
         batches = [self._batch(*call, loss_kwargs) for call in calls]
         for index in self._shared:
             self._share(batches, index)
@@ -106,7 +114,7 @@ class ChainStep:
         if self._is_first:
             _fill(batch, enumerate(args), dict(enumerate(layout.args)), "args")
         _fill(batch, kwargs.items(), layout.kwargs[self._rank], "kwargs")
-        if self._is_last and self._has_loss:
+        if self.is_last and self._has_loss:
             _fill(batch, enumerate(target), dict(enumerate(layout.target)), "target")
             _fill(batch, loss_kwargs.items(), layout.loss_kwargs, "loss_kwargs")
         return batch
@@ -135,6 +143,21 @@ class ChainStep:
             for index, each in enumerate(self._layout.inputs)
             if any(index in found for rank, found in enumerate(read) if rank != each.rank)
         ]
+
+    def _refuse_weights_of_others(self) -> None:
+        """Raise InputError if an operator of this rank reads a parameter or buffer of a stage of
+        another one, of which there are no values here."""
+        own = tuple(f"module.stages.{stage}." for stage in self._side.stages)
+        for label, part in self.step.strands.parts.items():
+            for binding in part.inputs.values():
+                name = binding.target
+                is_held = binding.role in ("parameter", "buffer")
+                if is_held and name.startswith("module.stages.") and not name.startswith(own):
+                    raise InputError(
+                        f"{label} reads {name.removeprefix('module.')!r}, which is in a stage of "
+                        "another rank",
+                        hint="give the whole model to interlace.compile_step with a mesh axis pp",
+                    )
 
     def _container_of(self, chain: nn.Module) -> Any:
         """In what the last stage gives its tensors, by a forward without numbers."""

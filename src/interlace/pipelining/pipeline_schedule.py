@@ -1,6 +1,8 @@
 """PipelineSchedule: stages of torch.distributed.pipelining on Interlace's runtime."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.pipelining.microbatch import (
 
 from interlace.config import OverlapConfig, PlanConfig
 from interlace.errors import InputError, RunError
-from interlace.pipelining.chain_step import ChainStep
+from interlace.pipelining.chain_step import Call, ChainStep
 from interlace.pipelining.chunk_numbers import found_for, refuse_other_stages
 from interlace.pipelining.stage_exchange import Described, RankSide, packed
 from interlace.ranks.agree import refused_together
@@ -115,9 +117,9 @@ class PipelineSchedule:
         Collective over the pipeline; the first call, which traces, over the default group."""
         if self._has_backward and not torch.is_grad_enabled():
             raise RunError("step was called under torch.no_grad()", hint="call eval there")
-        batches = self._split(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        found = self._run(batches, loss_kwargs or {}, backward=self._has_backward)
-        return self._give(*found, losses, return_outputs=return_outputs)
+        calls = self._calls(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        way = _Way(self._has_backward, return_outputs, losses, loss_kwargs or {})
+        return self._run(calls, way)
 
     def eval(
         self,
@@ -133,9 +135,13 @@ class PipelineSchedule:
     ) -> Any:
         """Forwards only, with nothing dropped, as `step` otherwise; gradients are left alone. It
         may be called under `no_grad` or `inference_mode`."""
-        batches = self._split(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        found = self._run(batches, loss_kwargs or {}, backward=False)
-        return self._give(*found, losses, return_outputs=return_outputs)
+        calls = self._calls(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        return self._run(calls, _Way(False, return_outputs, losses, loss_kwargs or {}))
+
+    def _calls(self, *given: Any) -> list[Call]:
+        """What this rank passes for each micro-batch. In the first call ranks refuse together."""
+        with refused_together(self._group) if self._chain is None else nullcontext():
+            return self._split(*given)
 
     def _split(
         self,
@@ -145,7 +151,7 @@ class PipelineSchedule:
         arg_mbs: Sequence[tuple[Any, ...]] | None,
         kwarg_mbs: Sequence[dict[str, Any]] | None,
         target_mbs: Sequence[Tensor] | None,
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any], tuple[Tensor, ...]]]:
+    ) -> list[Call]:
         """(args, kwargs, target) of each micro-batch."""
         count = self._n_microbatches
         parts: list[Any] = [[()] * count, [{}] * count]
@@ -165,29 +171,27 @@ class PipelineSchedule:
                 )
         return list(zip(*given, strict=True))
 
-    def _run(
-        self,
-        batches: list[tuple[tuple[Any, ...], dict[str, Any], tuple[Tensor, ...]]],
-        loss_kwargs: dict[str, Any],
-        *,
-        backward: bool,
-    ) -> tuple[list[Tensor], list[Any]]:
-        """Losses and outputs of the micro-batches."""
+    def _run(self, calls: list[Call], way: "_Way") -> Any:
+        """The merged output, on the rank of the last stage."""
         for stage in self._stages:
-            stage.has_backward = backward
+            stage.has_backward = way.backward
         if self._chain is None:
-            self._chain = self._compiled(*batches[0], loss_kwargs)
-        return self._chain.run(batches, loss_kwargs, backward=backward)
+            self._chain = self._compiled(calls, way.loss_kwargs)
+        losses, outputs = self._chain.run(
+            calls, way.loss_kwargs, backward=way.backward, keep_outputs=way.keep_outputs
+        )
+        if not self._chain.is_last:
+            return None
+        if way.losses is not None and self._loss_fn is not None:
+            way.losses[:] = losses
+        return merge_chunks(outputs, self._output_merge_spec) if way.keep_outputs else None
 
-    def _compiled(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: tuple[Tensor, ...],
-        loss_kwargs: dict[str, Any],
-    ) -> ChainStep:
+    def _compiled(self, calls: list[Call], loss_kwargs: dict[str, Any]) -> ChainStep:
+        """Of the first call."""
+        args, kwargs, target = calls[0]
         stages = sorted(self._stages, key=lambda stage: int(stage.stage_index))
         with refused_together(self._group):
+            _refuse_unequal(calls)
             is_first, is_last = stages[0].is_first, stages[-1].is_last
             if is_last and self._loss_fn is not None and not target:
                 raise InputError(
@@ -216,17 +220,28 @@ class PipelineSchedule:
         found.step.executor.adds_up = not self.scale_grads
         return found
 
-    def _give(
-        self,
-        found: list[Tensor],
-        outputs: list[Any],
-        losses: list[Tensor] | None,
-        *,
-        return_outputs: bool,
-    ) -> Any:
-        """What the rank of the last stage is given."""
-        if not outputs:
-            return None
-        if losses is not None and self._loss_fn is not None:
-            losses[:] = found
-        return merge_chunks(outputs, self._output_merge_spec) if return_outputs else None
+
+@dataclass(frozen=True)
+class _Way:
+    """How a call is to be run, and what of it is wanted."""
+
+    backward: bool
+    keep_outputs: bool
+    losses: list[Tensor] | None
+    loss_kwargs: dict[str, Any]
+
+
+def _refuse_unequal(calls: list[Call]) -> None:
+    """Raise InputError unless all micro-batches have one shape."""
+    shapes = [
+        [tuple(each.shape) for each in (*args, *kwargs.values(), *target)
+         if isinstance(each, Tensor)]
+        for args, kwargs, target in calls
+    ]  # fmt: skip
+    for number, found in enumerate(shapes):
+        if found != shapes[0]:
+            raise InputError(
+                f"micro-batch {number} has tensors of shapes {found}, and micro-batch 0 of "
+                f"{shapes[0]}",
+                hint="make the rows of a batch divisible by n_microbatches",
+            )

@@ -119,8 +119,10 @@ class StepExecutor:
         self._tangent = _tangent(parts, next(iter(constants.values())).device)
         self.adds_up = False
         """Whether gradients are those of the sum of the losses, and not of their mean."""
+        self.keeps_results = True
+        """Whether a step or evaluation keeps what `loss_fn` gave beside the loss."""
         self.results: list[tuple[Tensor, ...]] = []
-        """Of the last step or evaluation: by micro-batch, what `loss_fn` gave beside the loss."""
+        """Of the last step or evaluation: by micro-batch, what it kept of that."""
         self.readers = _readers(parts)
         """The strands of a micro-batch that need each value that is handed over."""
 
@@ -256,7 +258,7 @@ class StepRun:
         for (label, name), value in zip(lowered.outputs, made, strict=True):
             if name == LOSS:
                 self.losses[micro_batch[label]] = value
-            elif name.role == RESULT:
+            elif name.role == RESULT and self.executor.keeps_results:
                 self._results.setdefault(micro_batch[label], []).append(value)
             elif name.role in HANDED:
                 self.handed[micro_batch[label], name] = value

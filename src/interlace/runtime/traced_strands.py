@@ -246,8 +246,8 @@ def _check_results(strands: Strands, wanted: int) -> None:
         missing = min(set(range(wanted)) - set(found))
         raise InputError(
             f"loss_fn gives {wanted} tensors beside the loss, and number {missing} (counted from "
-            "0) is none that the loss is computed from or before it",
-            hint="return what the module gave; with overlap.decompose leave it out",
+            "0) is made by an operator that was cut into slices",
+            hint='return what is computed from it, or set overlap.decompose to "off"',
         )
 
 
