@@ -132,3 +132,52 @@ class Named(nn.Module):
     def forward(self, x: Tensor, mask: Tensor, *, by: Tensor, add: float) -> Tensor:
         kept = torch.where(mask.unsqueeze(-1), x, x.new_zeros(()))
         return self.layer(kept) * by.unsqueeze(-1) + add
+
+
+WORDS = 11
+
+
+class Words(nn.Module):
+    """A first stage that reads integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens)
+
+
+class Mixed(nn.Module):
+    """A stage with a buffer, and a parameter that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+        self.register_buffer("mix", torch.rand(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x @ self.mix) * self.frozen)
+
+
+class Head(nn.Module):
+    """A last stage with the weight of the first one."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+def tied() -> list[nn.Module]:
+    """Four stages, of which a V puts the ends on one rank; the same at each call."""
+    torch.manual_seed(4)
+    words = Words()
+    return [words, Mixed(), Mixed(), Head(words.words.weight)]
+
+
+def word_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target)

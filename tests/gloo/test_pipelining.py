@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from processes import gloo_group, run_ranks
 from stage_models import (
+    ROWS,
+    WORDS,
     Handed,
     Named,
     call,
@@ -24,6 +26,8 @@ from stage_models import (
     mlps,
     own_stages,
     pairs,
+    tied,
+    word_loss,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -188,6 +192,27 @@ def arguments() -> None:
             assert torch.equal(parameter.grad, before[name]), name
 
 
+def tied_ends() -> None:
+    """Integers in, a weight that the first and the last stage share, a frozen one, buffers."""
+    with gloo_group(60):
+        twins, modules = tied(), tied()
+        tokens = torch.randint(WORDS, (ROWS * COUNT,), generator=torch.Generator().manual_seed(3))
+        batch = tokens, tokens.roll(1)
+        losses, outputs = eager(in_order(twins), word_loss, pairs(batch, COUNT))
+        own = own_stages(modules, "zb_v")
+        found, found_losses = call(made("zb_v", own, loss=word_loss), batch)
+        for stage in own:
+            right = dict(twins[stage.stage_index].named_parameters())
+            for name, parameter in stage.submod.named_parameters():
+                gradient = right[name].grad
+                assert (parameter.grad is None) == (gradient is None)
+                if gradient is not None:
+                    close(parameter.grad, gradient)
+        if own[-1].is_last:
+            close(found, torch.cat(outputs))
+            close(torch.stack(found_losses), torch.stack(losses))
+
+
 def replicas_and_bits() -> None:
     """Two replicas of a pipeline of two ranks: the mean of their gradients; and one replica alone
     has the bits of one strand of the same layers."""
@@ -277,6 +302,7 @@ def refusals() -> list[str]:
 @pytest.mark.parametrize(
     ("child", "ranks"),
     [("forward_only", 2), ("eval_and_train", 2), ("weights_follow", 2), ("arguments", 2),
+     ("tied_ends", 2),
      ("replicas_and_bits", 4), ("results", 1)],
 )  # fmt: skip
 def test_scenario(child: str, ranks: int) -> None:
