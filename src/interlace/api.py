@@ -77,9 +77,8 @@ def compile_step(
     afterwards has gradients of its own stage. Chunks have equal shares of the arithmetic, or begin
     with the sub-modules that `split_at` names, without the first; `wait_s` bounds each wait for
     another rank. `config` says how the order is found, `overlap` whether collectives are cut into
-    sends under partial matmuls (default: no). Masks of dropout follow from torch's seed at this
-    call, the step and the micro-batch. `per_rank` names plain parameters and buffers (as
-    `"experts.*"`) of which each rank holds its own; others are equal (`Step.check_ranks`).
+    sends under partial matmuls. Masks of dropout follow from torch's seed at this call, step and
+    micro-batch. `per_rank` names plain parameters and buffers of which each rank has its own.
 
     One strand and two give the same bits; on CUDA only with deterministic kernels: set
     CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before
