@@ -273,17 +273,24 @@ def _check_pipeline(config: RunConfig) -> None:
             f"{where} runs strands as pipeline.schedule says, and strands = {config.strands!r}",
             hint='leave strands at "2"; 1F1B, ZB-V and others run one strand at a time',
         )
-    ends = config.overlap.passes if config.overlap.passes == "ends" else ""
+    ends = "ends" if config.overlap.passes == "ends" else ""
     for name, wrong in (
         ("compare.steps", config.compare.steps),
         ("plan.file", config.plan.file),
         ("overlap.passes", ends),
+        ("parallel.reduce", _unless(config.parallel.reduce, "step")),
+        ("train.reduce_dtype", _unless(config.train.reduce_dtype, "float32")),
     ):
         if wrong:
             raise InputError(
                 f"{where} and {name} = {wrong!r} cannot go together",
-                hint=f"leave {name} out; `interlace bench pipeline` compares schedules",
+                hint=f"leave {name} out",
             )
+
+
+def _unless(value: str, usual: str) -> str:
+    """`value`, or nothing if it is the usual one."""
+    return "" if value == usual else value
 
 
 def resolve_layout(config: RunConfig, world_size: int) -> RunConfig:

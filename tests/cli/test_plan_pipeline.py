@@ -112,6 +112,8 @@ def test_the_plan_is_a_list_of_actions(tmp_path: Path, capsys: pytest.CaptureFix
         ({"parallel__data_shard": "2"}, "the weights of a stage are not sharded"),
         ({"plan__file": "plan.txt"}, "plan.file = 'plan.txt'"),
         ({"strands": "1"}, "strands = '1'"),
+        ({"parallel__reduce": "micro_batch"}, "parallel.reduce = 'micro_batch'"),
+        ({"train__reduce_dtype": "bfloat16"}, "train.reduce_dtype = 'bfloat16'"),
         ({"compare__steps": "2"}, "compare.steps = 2"),
         ({"overlap__decompose": "ring", "overlap__passes": "ends"}, "overlap.passes = 'ends'"),
         ({"parallel__pipeline": "1", "pipeline__schedule": "zb_v"}, "[pipeline] says how stages"),

@@ -201,7 +201,8 @@ def _pipeline(setup: Setup, groups: StageGroups) -> Step:
     compilation, constants = _trace(setup, stage)
     strands, plan, schedule = compilation.scheduled(stage)
     replicas = groups.replicas if groups.copies > 1 else None
-    around = [groups.stage, *setup.meshes.layout.get_all_groups()]
+    meshes = setup.meshes.layout, setup.meshes.weights
+    around = [groups.stage, *(group for mesh in meshes for group in mesh.get_all_groups())]
     link = StageLink(
         groups.pipeline, setup.device, replicas=replicas, around=around, wait_s=_WAIT_S
     )
