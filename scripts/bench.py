@@ -36,6 +36,7 @@ BENCHES = (
     Bench("decompose", 44, links=True),
     Bench("reshard", 16, links=True),
     Bench("pipeline", 8, links=True),
+    Bench("searched", 14, links=False),
 )
 
 

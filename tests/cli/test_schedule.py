@@ -109,7 +109,7 @@ def test_what_is_asked_wrongly(arguments, message, capsys):
     [
         ("empty.txt", "", "has no actions"),
         ("odd.csv", "0F0,1F0,1B0,0B0\n2F0,2B0\n", "has 3 chunks on 2 ranks"),
-        ("half.csv", "0F0,0SEND_F0,0B0\n1F0,1B0\n", "has a message that is not sent"),
+        ("half.csv", "0F0,0SEND_F0,0B0\n1F0,1B0\n", "is not received"),
         ("what.csv", "0F0,what\n", "line 1: 'what' is no action"),
     ],
 )
