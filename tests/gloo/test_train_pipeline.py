@@ -125,6 +125,20 @@ def save_small_llama(folder: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
+def test_a_stage_without_weights_is_refused(runs: Runs) -> None:
+    """On all ranks, with what to set: attention alone, between its projections, has none."""
+    inside = "model.blocks.2.attention.core,model.blocks.2.attention.output"
+    given = PIPELINE | {"parallel__pipeline": 3, "pipeline__split_at": inside}
+    given |= {"output__directory": "bare"}
+    settings = SETTINGS | {key.replace("__", "."): str(value) for key, value in given.items()}
+    results = run_ranks(
+        "checkpoint_runs:child", 3, args=[str(runs.folder), settings], timeout_s=120, check=False
+    )
+    said = "".join(str(result.value) + result.stderr for result in results)
+    assert "stage 1 of the pipeline has no weights that are trained" in said
+    assert "set parallel.pipeline to fewer stages" in said
+
+
 def test_the_report_shows_all_ranks(runs: Runs, tmp_path: Path) -> None:
     """The last step is drawn with a lane for each rank, and compared with its simulation."""
     folder = runs.folder / "folded"

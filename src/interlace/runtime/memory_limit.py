@@ -23,7 +23,7 @@ def constant_bytes(
     names the parameters of its stage of a pipeline."""
     named = module.named_parameters()
     parts = [local(each) for name, each in named if held is None or name in held]
-    item = parts[0].element_size()
+    item = parts[0].element_size() if parts else 0  # a stage may have none
     elements = sum(part.numel() for part in parts)
     buckets = data.buckets if data is not None else ()
     sharded = sum(bucket.elements for bucket in buckets if bucket.sharded)

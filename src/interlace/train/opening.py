@@ -133,6 +133,7 @@ def _trace(
     _say_if_rounded(setup)
     held = candidates.whole.held
     if held is not None and setup.stages is not None:
+        _refuse_bare_stages(candidates.whole)
         weights.keep(held, setup.stages.stage)
     constants = {**weights.constants(), **weights.buffers()}
     if data is not None and data.gathers_each and not isinstance(eager, EagerRunner):
@@ -150,6 +151,20 @@ def _trace(
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     return Compilation(candidates, settings, times), constants
+
+
+def _refuse_bare_stages(strands: Strands) -> None:
+    """Raise InputError, on all ranks alike, for a stage that an optimizer would find empty."""
+    handovers = strands.handovers
+    assert handovers is not None
+    holding = {rank for name in strands.parameters for rank in handovers.holders(name)}
+    bare = sorted(set(handovers.rank_of) - holding)
+    if bare:
+        raise InputError(
+            f"stage {bare[0]} of the pipeline has no weights that are trained",
+            hint="set parallel.pipeline to fewer stages, or pipeline.split_at so that each stage "
+            "has a layer",
+        )
 
 
 def _say_if_rounded(setup: Setup) -> None:
