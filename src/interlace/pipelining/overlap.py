@@ -7,6 +7,7 @@ one graph, with the operators of both passes in a planned order.
 """
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from interlace.errors import InputError, RunError
 from interlace.ir.actions import label_of
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
-from interlace.pipelining.overlap_checks import PASSES, check_schedule, order_of
+from interlace.pipelining.overlap_checks import PASSES, check_mesh, check_schedule, order_of
 from interlace.pipelining.overlap_step import Compiled, CompiledStages, OverlapStep
 from interlace.ranks.agree import refused_together
 from interlace.runtime.recorder import Clock, clock_for
@@ -38,8 +39,10 @@ def install_overlap(
     `torch_schedule`, of `PipelineStage`s. It is used as before: `step` and `eval` are its own, it
     sends and receives, and gradients are in `parameter.grad`. The first step traces the stages of
     this rank and measures their operators, which runs collectives inside stages; `mesh` names the
-    axes of those. `strands=1` runs the same graphs one pass after the other and gives the same
-    losses and gradients, bit by bit. `search` and `profile_repeats` are those of `PlanConfig`.
+    axes of those. `strands=1` runs the same graphs one pass after the other. Losses, outputs and
+    gradients have the bits of one strand, and of the schedule without this where its kernels are
+    deterministic and nothing is dropped; outputs and losses have no gradient. `search` and
+    `profile_repeats` are those of `PlanConfig`.
 
     Collective over the stages' group; the first step is collective over the default group. Raises
     InputError, here or in the first step before anything runs, naming what is not supported:
@@ -49,6 +52,7 @@ def install_overlap(
         raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
     stages = getattr(schedule, "_stages", None)
     with refused_together(getattr(stages[0], "group", None) if stages else None):
+        check_mesh(mesh)
         check_schedule(schedule)
         order = order_of(schedule)
         order.phases(order.graphs)
@@ -99,7 +103,7 @@ class Overlap:
         for phase, planned in self.plan.phases.items():
             labels = [label_of(name) for name in planned.order]
             if "+" in phase:
-                found[phase] = sum(a != b for a, b in zip(labels, labels[1:], strict=False))
+                found[phase] = sum(a != b for a, b in pairwise(labels))
         return found
 
     def record(self) -> None:

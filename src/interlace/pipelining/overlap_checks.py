@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
+from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS
 from interlace.runtime.step_inputs import check_wrappers
 from interlace.schedules.listed import ListedSchedule
 from interlace.schedules.sends_receives import without_messages
@@ -28,6 +30,21 @@ _OF_STAGE = (
     "set_local_bwd_input", "get_local_bwd_output",
 )  # fmt: skip
 """What is read, called or set there beside public names; of torch 2.13."""
+
+
+_REPLICAS = "leave it out, and average parameter.grad over replicas of the pipeline after the step"
+
+
+def check_mesh(mesh: DeviceMesh | None) -> None:
+    """Raise InputError for an axis over which `compile_step` would average or shard."""
+    for number, name in enumerate((mesh.mesh_dim_names if mesh is not None else None) or ()):
+        size = mesh.size(number) if mesh is not None else 1
+        if name in (REPLICATE_AXIS, SHARD_AXIS) and size > 1:
+            raise InputError(
+                f"mesh has the axis {name} of {size} ranks, over which install_overlap exchanges "
+                "nothing",
+                hint=_REPLICAS,
+            )
 
 
 def check_schedule(schedule: Any) -> None:
@@ -63,6 +80,10 @@ def _check_stage(stage: Any) -> None:
             f"{what} has a dw_builder, which a traced backward does not call",
             hint="leave dw_builder out: gradients of weights are cut off in the graph",
         )
+    try:
+        check_wrappers(stage.submod)
+    except InputError as error:
+        raise InputError(f"{what}: {error.message}", hint=_REPLICAS) from error
     for name, tensor in (*stage.submod.named_parameters(), *stage.submod.named_buffers()):
         if isinstance(tensor, DTensor):
             raise InputError(
@@ -70,7 +91,6 @@ def _check_stage(stage: Any) -> None:
                 hint="give the whole model to interlace.compile_step with a mesh axis pp, or "
                 "write the collectives into the stage",
             )
-    check_wrappers(stage.submod)
 
 
 def check_meta(stage: Any) -> None:
@@ -112,4 +132,12 @@ def order_of(schedule: Any) -> StageSchedule:
             hint="take ScheduleDualPipeV, or torch_schedule(..., schedule='folded')",
         )
     listed = ListedSchedule(name, found)
-    return StageSchedule(name, listed, ranks=len(rows), rank=int(schedule.rank))
+    return TorchOrder(name, listed, ranks=len(rows), rank=int(schedule.rank))
+
+
+class TorchOrder(StageSchedule):
+    """A list whose steps always have all of its micro-batches."""
+
+    def counts(self) -> tuple[int, ...]:
+        """That number alone."""
+        return (self.seen,)

@@ -1,4 +1,4 @@
-"""The values of a step that runs inside PyTorch's pipeline runtime: of each stage and micro-batch."""
+"""The values of a step inside PyTorch's pipeline runtime: of each stage and micro-batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,10 +73,9 @@ class PassValues:
 class OverlapRun(StepRun):
     """A step, action by action. Micro-batches count from 1."""
 
-    executor: StageExecutor
-
     def __init__(self, executor: StageExecutor, recorder: Recorder | None) -> None:
         super().__init__(executor, (), recorder)
+        self._sums = executor.sums
         self.given: dict[tuple[int, int], PassValues] = {}  # type: ignore[assignment]
         """By stage and micro-batch, from the forward to the end of the backward."""
 
@@ -105,6 +104,6 @@ class OverlapRun(StepRun):
         stage = slot.strand.chunk or 0
         named = self.given[stage, slot.micro_batch].named
         device = self.executor.constant("tangent", "").device
-        for (index, name), like in self.executor.sums.items():
+        for (index, name), like in self._sums.items():
             if index == stage:
                 named["gradient", name] = zeros_for(like, device)

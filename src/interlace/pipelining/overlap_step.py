@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from interlace.errors import InputError
 from interlace.graphs.dropout import seeds_for
 from interlace.graphs.strides import restrided
 from interlace.graphs.torch_private import fake_tensor_mode
@@ -19,7 +20,12 @@ from interlace.pipelining.overlap_costs import stage_costs
 from interlace.pipelining.overlap_run import OverlapRun, StageExecutor
 from interlace.pipelining.overlap_values import StageCall, gradients_of, inputs_of, values_of
 from interlace.pipelining.stage_chain import check_output
-from interlace.pipelining.traced_stage import StageInputs, TracedStage, trace_stage
+from interlace.pipelining.traced_stage import (
+    SeededStage,
+    StageInputs,
+    TracedStage,
+    trace_stage,
+)
 from interlace.ranks.agree import Content, check_contents, refused_together
 from interlace.runtime.mesh_axes import axis_of_group, data_rank_of
 from interlace.runtime.recorder import Clock, Recorder
@@ -113,9 +119,12 @@ class CompiledStages:
             check_meta(stage)
             inputs = inputs_of(stage, _for_stage(stage, first))
             loss_fn = self._schedule._loss_fn if stage.is_last else None
-            traced = trace_stage(
-                stage.submod, stage.stage_index, inputs, loss_fn, axes, halves=halves
-            )
+            try:
+                traced = trace_stage(
+                    stage.submod, stage.stage_index, inputs, loss_fn, axes, halves=halves
+                )
+            except InputError as error:
+                raise _of_stage(stage, error) from error
             found.append((traced, inputs))
         return found
 
@@ -270,6 +279,15 @@ class OverlapStep:
         following = self._stages.get(action.stage_index + 1)
         if following is not None:
             following.set_local_fwd_input(output, number)
+
+
+def _of_stage(stage: Any, error: InputError) -> InputError:
+    """The error in terms of the user's stage."""
+    what = f"stage {stage.stage_index} ({type(stage.submod).__name__})"
+    own = f"{SeededStage.__name__} "
+    text = error.message
+    message = f"{what} {text.removeprefix(own)}" if text.startswith(own) else f"{what}: {text}"
+    return InputError(message, hint=error.hint)
 
 
 def _calls(schedule: Any, values: dict[str, Any]) -> list[StageCall]:

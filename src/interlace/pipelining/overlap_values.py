@@ -149,6 +149,6 @@ def _shown(value: Any) -> str:
 def _unlike(stage: int, name: str, found: str, before: str) -> InputError:
     return InputError(
         f"stage {stage}: {name} is {found}, and was {before} when the stage was traced",
-        hint="keep shapes, types and plain values from micro-batch to micro-batch; make what changes "
-        "a tensor, and rows of a batch divisible by n_microbatches",
+        hint="keep shapes, types and plain values from micro-batch to micro-batch; make what "
+        "changes a tensor, and rows of a batch divisible by n_microbatches",
     )

@@ -24,7 +24,7 @@ from interlace.ir.graph import OpGraph
 from interlace.parallel.local_parts import local
 from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.module_tree import refuse_gradient_hooks
-from interlace.runtime.step_inputs import check_loss, check_wrappers
+from interlace.runtime.step_inputs import check_loss
 from interlace.runtime.traced_strands import BACKWARD, FORWARD, Strands, build_strands
 
 Source = tuple[str, Any]
@@ -159,14 +159,16 @@ def trace_stage(
     *,
     halves: bool,
 ) -> TracedStage:
-    """Trace a stage, the last one with `loss_fn`, others with None; `halves` adds the gradients of inputs and those of weights apart.
+    """Trace a stage, the last one with `loss_fn`, others with None; `halves` adds the gradients of
+    inputs and those of weights apart.
 
     Raises InputError naming what cannot be traced."""
-    check_wrappers(module)
     seeded = SeededStage(module, index, given, loss_fn)
     refuse_gradient_hooks(seeded)
-    dtype = _type_of_sums(module, index)
-    strands = build_strands(seeded, given.batch, axis_of_group, buffer_dtype=dtype, watch=True)
+    dtype = _type_of_sums(module)
+    strands = build_strands(
+        seeded, given.batch, axis_of_group, buffer_dtype=dtype, fused_sums=False, watch=True
+    )
     check_loss(strands)
     assert strands.reads is not None
     device = next(seeded.parameters()).device
@@ -177,12 +179,12 @@ def trace_stage(
     )  # fmt: skip
 
 
-def _type_of_sums(module: nn.Module, index: int) -> torch.dtype:
+def _type_of_sums(module: nn.Module) -> torch.dtype:
     """That of the parameters, as autograd adds gradients up in their own type."""
     dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
     if len(dtypes) > 1:
         raise InputError(
-            f"stage {index} has trainable parameters of {len(dtypes)} types: "
+            f"it has trainable parameters of {len(dtypes)} types: "
             f"{', '.join(sorted(map(str, dtypes)))}",
             hint="give all of them one type, or freeze those of the others",
         )
