@@ -12,10 +12,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from overlap_models import (
+    STAGES,
+    Branching,
+    Dropped,
+    Masked,
+    MixedTypes,
+    blocks,
+    sharded,
+    stages_of,
+    weighted_loss,
+)
 from processes import gloo_group, run_ranks
 from stage_models import (
     ROWS,
-    WIDTH,
     Handed,
     call,
     data,
@@ -35,7 +45,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from interlace.errors import InputError, PeerError, RunError
 from interlace.ir.costs import CostTable, cost_of
@@ -43,8 +52,6 @@ from interlace.pipelining import install_overlap, torch_schedule
 
 COUNT = 6
 """Micro-batches of a step."""
-STAGES = 4
-functional = torch.ops._c10d_functional
 
 
 def made_up(stages: Any, *_: Any) -> CostTable:
@@ -56,66 +63,6 @@ def made_up(stages: Any, *_: Any) -> CostTable:
         for op in graph.operators
     }
     return CostTable(operators=operators, source="by hand")
-
-
-class Copied(torch.autograd.Function):
-    """What ranks have alike, whose gradients they add up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return summed(grads[0].contiguous(), ctx.group), None
-
-
-class Summed(torch.autograd.Function):
-    """The sum over ranks, of which each has the whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-def summed(x: Tensor, group: str) -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x, "sum", group))
-
-
-class Block(nn.Module):
-    """Two tensor-parallel layers and a residual, twice."""
-
-    def __init__(self, group: Any) -> None:
-        super().__init__()
-        part = 4 * WIDTH // dist.get_world_size(group)
-        self.group = group.group_name
-        self.wide = nn.ModuleList(nn.Linear(WIDTH, part) for _ in range(2))
-        self.narrow = nn.ModuleList(nn.Linear(part, WIDTH, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for wide, narrow in zip(self.wide, self.narrow, strict=True):
-            hidden = torch.relu(wide(Copied.apply(x, self.group)))
-            x = x + Summed.apply(narrow(hidden), self.group)
-        return x
-
-
-def blocks(mesh: DeviceMesh) -> list[nn.Module]:
-    """The stages of this rank's pipeline; the same at each call."""
-    torch.manual_seed(7 + mesh.get_local_rank("tp"))
-    return [Block(mesh.get_group("tp")) for _ in range(STAGES)]
-
-
-def stages_of(modules: list[nn.Module], mesh: DeviceMesh) -> list[PipelineStage]:
-    rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
-    return [
-        PipelineStage(modules[each], each, STAGES, torch.device("cpu"), group=group)
-        for each in (rank, STAGES - 1 - rank)
-    ]
 
 
 def parameters(own: list[PipelineStage]) -> list[nn.Parameter]:
@@ -235,21 +182,6 @@ def word_batch(seed: int) -> tuple[Tensor, Tensor]:
     return tokens, tokens.roll(1)
 
 
-class Masked(nn.Module):
-    """A last stage with a mask that came through all others, and arguments by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.layer(torch.where(mask.unsqueeze(-1), x, x.new_zeros(())))
-
-
-def weighted_loss(output: Tensor, target: Tensor, *, weight: Tensor, power: float) -> Tensor:
-    return ((output - target).abs() ** power).mean() * weight
-
-
 def call_masked(schedule: Any, batch: Any) -> Any:
     """With a mask beside the batch, and arguments of the loss."""
     losses: list[Tensor] = []
@@ -267,17 +199,6 @@ def call_masked(schedule: Any, batch: Any) -> Any:
 def test_stages() -> None:
     """Several kinds, each over several steps."""
     run_ranks("test_overlap_custom:stage_kinds", 2, timeout_s=90)
-
-
-class Dropped(nn.Module):
-    """A stage with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.layer(x))
 
 
 def dropout_and_eval() -> None:
@@ -313,37 +234,6 @@ def dropout_and_eval() -> None:
 def test_dropout_and_evaluation() -> None:
     """With steps between evaluations."""
     run_ranks("test_overlap_custom:dropout_and_eval", 2, timeout_s=60)
-
-
-class Branching(nn.Module):
-    """Its way depends on a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if x.sum() > 0 else x + self.layer.weight.sum()
-
-
-class MixedTypes(nn.Module):
-    """Trainable parameters of two types."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale.float()
-
-
-def sharded(mesh: DeviceMesh) -> nn.Module:
-    module = nn.Linear(WIDTH, WIDTH)
-    whole = distribute_tensor(module.weight.detach(), mesh, [Replicate()])
-    module.weight = nn.Parameter(whole)
-    assert isinstance(module.weight, DTensor)
-    return module
 
 
 def refusals() -> None:
@@ -383,6 +273,16 @@ def refusals() -> None:
         schedule = ScheduleDualPipeV(own, COUNT, loss_of)
         with pytest.raises(InputError, match="strands = 3"):
             install_overlap(schedule, strands=3)
+        with pytest.raises(InputError, match="unknown search 'marge'"):
+            install_overlap(schedule, search="marge")
+        own[1].dw_builder = lambda: None
+        with pytest.raises(InputError, match="has a dw_builder"):
+            install_overlap(schedule)
+        own[1].dw_builder = None
+        for parameter in own[0].submod.parameters():
+            parameter.register_hook(lambda grad: grad)
+        with pytest.raises(InputError, match=r"stage . \(Mlp\): parameter .* has a gradient hook"):
+            call(hooked(own), data(COUNT))
         replicas = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",))
         with pytest.raises(InputError, match="mesh has the axis dp_replicate of 2 ranks"):
             install_overlap(schedule, mesh=replicas)
@@ -390,6 +290,12 @@ def refusals() -> None:
         with pytest.raises(InputError, match="custom function for FORWARD already"):
             install_overlap(schedule)
         changed()
+
+
+def hooked(own: list[Any]) -> Any:
+    schedule = ScheduleDualPipeV(own, COUNT, loss_of)
+    install_overlap(schedule)
+    return schedule
 
 
 def changed() -> None:

@@ -22,6 +22,7 @@ from interlace.pipelining.overlap_checks import PASSES, check_mesh, check_schedu
 from interlace.pipelining.overlap_step import Compiled, CompiledStages, OverlapStep
 from interlace.ranks.agree import refused_together
 from interlace.runtime.recorder import Clock, clock_for
+from interlace.search.planner import find_search
 
 
 def install_overlap(
@@ -52,6 +53,7 @@ def install_overlap(
         raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
     stages = getattr(schedule, "_stages", None)
     with refused_together(getattr(stages[0], "group", None) if stages else None):
+        find_search(search)
         check_mesh(mesh)
         check_schedule(schedule)
         order = order_of(schedule)

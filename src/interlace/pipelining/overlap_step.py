@@ -89,6 +89,7 @@ class CompiledStages:
         )
         with refused_together():
             found = self._traced(first)
+            container = self._container(first)
         stages = [stage for stage, _ in found]
         device = torch.device(schedule._stages[0].device)
         plan = self._planned(stages, device)
@@ -100,7 +101,7 @@ class CompiledStages:
             plan=plan,
             executor=StageExecutor(stages, plan, self._order),
             inputs={stage.index: inputs for stage, inputs in found},
-            container=self._container(first),
+            container=container,
             device=device,
             seed=torch.initial_seed(),
             data_ranks={index: total * rank + index for index, rank in ranks.items()},
@@ -133,7 +134,8 @@ class CompiledStages:
         if not self._interleave:
             return sequential(graphs, self._order)
         costs = stage_costs(stages, device.type, self._repeats)
-        return make_plan(graphs, costs, self._search, schedule=self._order)
+        with refused_together():
+            return make_plan(graphs, costs, self._search, schedule=self._order)
 
     def _container(self, first: StageCall) -> type | None:
         """By a forward of the last stage without numbers, if that is here."""
