@@ -30,12 +30,14 @@ def accumulate_gradients(
     parameters: Mapping[str, Tensor] = MappingProxyType({}),
     done: Collection[str] = (),
     wide: Collection[torch.dtype] = (),
+    fused: bool = True,
 ) -> StrandGraph:
     """The backward graph of `chunk` with accumulation into buffers of `buffer_dtype`, one per
     parameter, bound under role `gradient`. Changes the graph in place. `parameters` are this rank's
     parts, by name: a buffer lies in memory as its parameter does. Gradients of the parameters
     in `done` are left out: the graph deals with them already. Matmuls of the types in `wide` can be
-    added to float32 unrounded on the device that will run the graph."""
+    added to float32 unrounded on the device that will run the graph. Without `fused` matmul and
+    addition stay two kernels, which gives autograd's bits."""
     backward = chunk.backward
     graph = backward.graph
     output = output_node(graph)
@@ -53,7 +55,7 @@ def accumulate_gradients(
         buffer.meta["val"] = _buffer_like(like, gradient.meta["val"], buffer_dtype)
         bindings[buffer.name] = Binding("gradient", parameter)
         # Of a sum of two parameters, both have the same gradient.
-        _add(graph, buffer, gradient, wide, alone=readers[gradient] == 1)
+        _add(graph, buffer, gradient, wide, alone=fused and readers[gradient] == 1)
     backward.module.recompile()
     return StrandGraph("backward", backward.module, bindings)
 
@@ -73,7 +75,8 @@ def _add(
     *,
     alone: bool,
 ) -> None:
-    """buffer += gradient, right after the gradient; `alone` if no other parameter has it too."""
+    """buffer += gradient, right after the gradient; `alone` if no other parameter has it too, and
+    so its matmul may add it up."""
     sums, dtype = buffer.meta["val"].dtype, gradient.meta["val"].dtype
     is_own_matmul = gradient.target == aten.mm.default and alone and not gradient.users
     if is_own_matmul and (sums == dtype or (sums == torch.float32 and dtype in wide)):

@@ -19,6 +19,7 @@ docs/new-torch.md says with which versions of torch it was tested.
     _ops.OpOverload                          an operator of a graph, on which a row can be kept
     _inductor.fx_passes.overlap_scheduling   PyTorch's overlap scheduler, a rival (from 2.13 on)
     distributed.pipelining.schedules._PipelineScheduleRuntime, ._Action    their runtime, our order
+    attributes of its schedules and stages       those that `pipelining.overlap_checks` looks for
     cuda.jiterator._create_jit_fn            an element-wise CUDA kernel from its source
 
 The exit stack given to the joint export must be closed before anything real runs: until then its

@@ -8,6 +8,7 @@ real step (with the fastest rank's times predictions were 3 to 5 % short).
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
@@ -31,6 +32,35 @@ def measure(
 
     Collective on all ranks of the default group; every rank returns the same table.
     """
+    found = sampled(run_once, graphs, repeats)
+    operators = {op.key: op for graph in graphs.values() for op in graph.operators}
+    solo, spreads = mean(found.solo), largest(found.spreads)
+    issue = mean({"issue": found.issue})["issue"]
+    return CostTable(
+        operators={key: cost_of(operators[key], solo[key], spreads[key]) for key in solo},
+        source="profile",
+        issue_ns=issue,
+        graph_digest=graph_digest,
+        machine=machine,
+    )
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Times in ns that one rank measured, by operator key."""
+
+    solo: dict[str, float]
+    spreads: dict[str, float]
+    """Interquartile ranges."""
+    issue: float
+    """For which starting a collective held the compute lane; 0 if none was started."""
+
+
+def sampled(
+    run_once: Callable[[], Timeline], graphs: Mapping[str, OpGraph], repeats: int
+) -> Samples:
+    """What this rank sees in so many runs. The ranks of the collectives in `graphs` run at the same
+    time, and no others."""
     samples: dict[str, list[int]] = {}
     issues: list[int] = []
     for repeat in range(WARM_UP + repeats):
@@ -47,14 +77,8 @@ def measure(
                 samples.setdefault(op.key, []).append(
                     span.end_ns - (span.issue_ns if op.is_collective else span.start_ns)
                 )
-    operators = {op.key: op for graph in graphs.values() for op in graph.operators}
-    solo = mean({key: typical(values) for key, values in samples.items()})
-    spreads = largest({key: spread(values) for key, values in samples.items()})
-    issue = mean({"issue": typical(issues) if issues else 0})["issue"]
-    return CostTable(
-        operators={key: cost_of(operators[key], solo[key], spreads[key]) for key in solo},
-        source="profile",
-        issue_ns=issue,
-        graph_digest=graph_digest,
-        machine=machine,
+    return Samples(
+        {key: typical(values) for key, values in samples.items()},
+        {key: spread(values) for key, values in samples.items()},
+        typical(issues) if issues else 0,
     )

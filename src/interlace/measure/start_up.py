@@ -78,8 +78,9 @@ def open_profiler(
 ) -> Profiler:
     """A profiler of this chunk. Gradients go to scratch copies of those in `constants`; a rank of
     a pipeline has none for the weights of other stages."""
+    device = next(iter(constants.values())).device
     scratch = {
-        (binding.role, binding.target): zeros_for(node.meta["val"], batch[0].device)
+        (binding.role, binding.target): zeros_for(node.meta["val"], device)
         for part in strands.parts.values()
         for node, binding in part.inputs.items()
         if "gradient" in binding.role

@@ -10,9 +10,18 @@ stage_chain.py         the stages of all ranks as one module, and whose input is
 chunk_numbers.py       which stages a schedule puts on which rank
 chain_step.py          the step behind a schedule: all stages as one model, cut between them
 stage_exchange.py      modules and descriptions of inputs on their way between ranks
+
+overlap.py             Interlace's interleaving inside PyTorch's runtime: two passes of an action
+overlap_checks.py      what PyTorch's schedule and stages must be like, and what is refused
+overlap_step.py        a step there: what passes take from the stages, and leave in them
+overlap_values.py      what a stage is called with, as the inputs of its graphs
+overlap_run.py         the values of each stage and micro-batch while graphs run
+overlap_costs.py       times of operators of stages that differ from rank to rank
+traced_stage.py        one stage by itself as graphs of forward and backward
 """
 
+from interlace.pipelining.overlap import Overlap, install_overlap
 from interlace.pipelining.pipeline_schedule import PipelineSchedule
 from interlace.pipelining.torch_runtime import torch_schedule
 
-__all__ = ["PipelineSchedule", "torch_schedule"]
+__all__ = ["Overlap", "PipelineSchedule", "install_overlap", "torch_schedule"]

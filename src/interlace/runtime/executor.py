@@ -135,7 +135,7 @@ class StepExecutor:
         actions = self._step_actions(len(batches))
         self._tangent.fill_(self._weight(len(batches)))
         run = StepRun(self, [self._as_traced(batch) for batch in batches], recorder)
-        with self._plain_operators():
+        with self.plain_operators():
             for action in actions:
                 run.action(action)
         self.results = run.given()
@@ -165,7 +165,7 @@ class StepExecutor:
         forwards = labels_of(self.parts, Direction.FORWARD, Share.WHOLE)
         losses: list[Tensor] = []
         self.results = []
-        with self._plain_operators():
+        with self.plain_operators():
             for name in gathers:
                 StepRun(self, [], None).outputs(self.alone(name), {name: 0})
             for batch in batches:
@@ -191,7 +191,7 @@ class StepExecutor:
         )
 
     @contextmanager
-    def _plain_operators(self) -> Iterator[None]:
+    def plain_operators(self) -> Iterator[None]:
         """Operators run as they stand in the graphs, which have autocast's conversions already."""
         with torch.no_grad(), torch.autocast(self._tangent.device.type, enabled=False):
             yield
@@ -263,23 +263,28 @@ class StepRun:
             elif name.role in HANDED:
                 self.handed[micro_batch[label], name] = value
 
+    def taken(self, micro_batch: int) -> tuple[Tensor, ...]:
+        """The results of a micro-batch that just ran, which are not kept here any longer."""
+        return tuple(self._results.pop(micro_batch))
+
     def given(self) -> list[tuple[Tensor, ...]]:
         """The results of all micro-batches that ran here, in order."""
         return [tuple(self._results[number]) for number in sorted(self._results)]
 
     def outputs(self, lowered: Lowered, micro_batch: Mapping[str, int]) -> Sequence[Any]:
         """What a graph returns; `micro_batch` is that of each strand."""
-        inputs = []
-        for label, binding in lowered.inputs:
-            if binding.role == "batch":
-                inputs.append(self.batches[micro_batch[label] - 1][int(binding.target)])
-            elif binding.role in HANDED:
-                inputs.append(self._take(label, binding, micro_batch[label]))
-            else:
-                inputs.append(self.executor.constant(binding.role, binding.target))
+        inputs = [self.value(*each, micro_batch[each[0]]) for each in lowered.inputs]
         if self.recorder is None:
             return lowered.module(inputs)
         return self.recorder.run(lowered, inputs, micro_batch)
+
+    def value(self, label: str, binding: Binding, micro_batch: int) -> Any:
+        """What an input of a strand stands for on a micro-batch."""
+        if binding.role == "batch":
+            return self.batches[micro_batch - 1][int(binding.target)]
+        if binding.role in HANDED:
+            return self._take(label, binding, micro_batch)
+        return self.executor.constant(binding.role, binding.target)
 
     def _take(self, label: str, binding: Binding, micro_batch: int) -> Any:
         """A value that was handed over; it leaves the store with the last that reads it, as

@@ -70,7 +70,7 @@ class PipelineExecutor(StepExecutor):
         items, wiring = self._listed(count)
         self._tangent.fill_(self._weight(count))
         run = _PipelineRun(self, [self._as_traced(batch) for batch in batches], recorder, wiring)
-        with self.link.end.for_all(), self._plain_operators():
+        with self.link.end.for_all(), self.plain_operators():
             for item in items:
                 run.item(item)
             run.end_sums()
@@ -88,7 +88,7 @@ class PipelineExecutor(StepExecutor):
         items, wiring = self._forwards[count]
         inputs = [(*self._as_traced(batch), no_dropout()) for batch in batches]
         run = _ForwardRun(self, inputs, None, wiring)
-        with self.link.end.for_all(), self._plain_operators():
+        with self.link.end.for_all(), self.plain_operators():
             for item in items:
                 run.item(item)
             self.results = run.given()

@@ -205,6 +205,7 @@ def build_strands(
     repeat: bool = False,
     decompose: Decompose | None = None,
     wide_sums: Collection[torch.dtype] = (),
+    fused_sums: bool = True,
     watch: bool = False,
 ) -> Strands:
     """Trace `module(*example) -> loss`; gradients will be summed in `buffer_dtype`, and over the
@@ -212,7 +213,8 @@ def build_strands(
 
     `repeat` traces a few blocks and copies the others (`graphs.repeat`): for models whose code
     treats blocks of one kind alike. `decompose` cuts collectives into sends under partial matmuls.
-    Matmuls of the types in `wide_sums` are added to float32 buffers unrounded (`graphs.wide_sums`).
+    Matmuls of the types in `wide_sums` are added to float32 buffers unrounded (`graphs.wide_sums`);
+    without `fused_sums` no matmul adds to a buffer itself, as in autograd.
     With `watch`, which excludes `repeat`, strands know what the forward read of Python.
     """
     check_parameters(module)
@@ -231,7 +233,9 @@ def build_strands(
     if decompose is not None:
         chunk, listing = decompose_chunk(chunk, axis_of_group, decompose)
     before = _collectives({FORWARD: chunk.forward, BACKWARD: chunk.backward})
-    strands = share(module, chunk, axis_of_group, data, buffer_dtype, wide_sums)
+    strands = share(
+        module, chunk, axis_of_group, data, buffer_dtype, wide_sums, fused_sums=fused_sums
+    )
     _check_results(strands, wanted)
     if listing is not None:
         why = "data-parallel ranks exchange whole buckets of weights"
@@ -267,6 +271,8 @@ def share(
     data: DataLayout | None,
     buffer_dtype: torch.dtype,
     wide_sums: Collection[torch.dtype] = (),
+    *,
+    fused_sums: bool = True,
 ) -> Strands:
     """The strands of a traced chunk, whose graphs are changed."""
     done: frozenset[str] = frozenset()
@@ -276,7 +282,7 @@ def share(
     graphs = {
         FORWARD: chunk.forward,
         BACKWARD: accumulate_gradients(
-            chunk, buffer_dtype, parameters=own, done=done, wide=wide_sums
+            chunk, buffer_dtype, parameters=own, done=done, wide=wide_sums, fused=fused_sums
         ),
     }
     if data is not None:
