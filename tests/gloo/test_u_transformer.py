@@ -23,10 +23,16 @@ MICRO_BATCHES = 4
 SPLITS = {
     ("one_f_one_b", 2): ("up.0",),
     ("zb_v", 2): ("down.2", "middle", "up.2"),
-    ("eager_one_f_one_b", 4): ("down.2", "middle", "up.2"),
     ("folded", 4): ("down.1", "down.2", "down.3", "middle", "up.1", "up.2", "up.3"),
 }
 """Sub-modules with which chunks begin, by schedule and number of ranks."""
+SKIPS = {
+    "one_f_one_b": {(0, 1)},
+    "zb_v": {(0, 2), (0, 3), (1, 2)},
+    "folded": {(0, 6), (0, 7), (1, 5), (1, 6), (2, 4), (2, 5), (3, 4)},
+}
+"""The chunks that make and read skips, by schedule. Under `folded` on four ranks, chunks k and
+7 - k are on one rank."""
 
 
 @pytest.mark.parametrize(
@@ -159,25 +165,28 @@ def plain_eager(batches: list[DenoisingBatch]) -> dict[str, Tensor]:
     return {**gradients(module), "losses": torch.stack(losses).detach()}
 
 
+def test_one_strand_is_near_eager_code() -> None:
+    """In float64, within 1e-10 of the largest gradient."""
+    batches = halves(DigitsUnderNoise().micro_batches(0, MICRO_BATCHES, 2))
+    double = [(noisy.double(), level.double(), clean.double()) for noisy, level, clean in batches]
+    module = tiny().double()
+    step = interlace.compile_step(module, denoising_loss, double[0], strands=1, config=QUICK)
+    step(double)
+    assert near({**gradients(module), "losses": torch.stack(step.losses)}, plain_eager(double))
+
+
 def staged() -> dict[str, Any]:
-    """By schedule: what differs from one strand of the same graphs, in float32, and whether one
-    strand in float64 is near plain eager code."""
+    """By schedule: what differs from one strand of the same graphs, in float32."""
     with gloo_group(60):
         ranks = dist.get_world_size()
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
         batches = halves(DigitsUnderNoise().micro_batches(0, MICRO_BATCHES, 2))
-        double = [tuple(part.double() for part in batch) for batch in batches]
-        module = tiny().double()
-        step = interlace.compile_step(module, denoising_loss, double[0], strands=1, config=QUICK)
-        step(double)
-        alone = {**gradients(module), "losses": torch.stack(step.losses)}
-        found: dict[str, Any] = {"near": near(alone, plain_eager(double))}
         module = tiny()
         step = interlace.compile_step(module, denoising_loss, batches[0], strands=1, config=QUICK)
         step(batches)
         evaluated = step.evaluate(batches)
         right = {**gradients(module), "losses": torch.stack(step.losses), "evaluated": evaluated}
-        found["all"] = sorted(set(right) - {"losses", "evaluated"})
+        found: dict[str, Any] = {"all": sorted(set(right) - {"losses", "evaluated"})}
         for schedule, split_at in ((name, at) for (name, p), at in SPLITS.items() if p == ranks):
             module = tiny()
             step = interlace.compile_step(
@@ -195,7 +204,6 @@ def staged() -> dict[str, Any]:
                 "wrong": [n for n, value in values.items() if not torch.equal(value, right[n])],
                 "own": sorted(own),
                 "edges": sorted(step.strands.handovers.edges),
-                "ranks": step.strands.handovers.rank_of,
             }
         return found
 
@@ -204,10 +212,11 @@ def staged() -> dict[str, Any]:
 def test_pipelines_have_the_bits_of_one_strand(ranks: int) -> None:
     """Losses on all ranks, each gradient on the rank of its stage; cut at named sub-modules."""
     found = [r.value for r in run_ranks("test_u_transformer:staged", ranks, timeout_s=120)]
-    assert all(each["near"] for each in found)
     for schedule in (name for name, p in SPLITS if p == ranks):
         of_ranks = [each[schedule] for each in found]
         assert [each["wrong"] for each in of_ranks] == [[]] * ranks, schedule
         held = [name for each in of_ranks for name in each["own"]]
         assert sorted(set(held)) == found[0]["all"]
+        assert {tuple(edge) for edge in of_ranks[0]["edges"]} >= SKIPS[schedule]
+        assert of_ranks[0]["edges"] == of_ranks[-1]["edges"]
         assert all(0 < len(each["own"]) < len(found[0]["all"]) for each in of_ranks)

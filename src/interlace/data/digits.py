@@ -85,5 +85,6 @@ def _pictures() -> Tensor:
         raise InputError(
             "the digits need the package scikit-learn", hint="pip install 'interlace[images]'"
         ) from error
-    small = torch.from_numpy(load_digits().images).float().unsqueeze(1) * (2 / _DARKEST) - 1
+    fields, _ = load_digits(return_X_y=True)
+    small = torch.from_numpy(fields).float().view(-1, 1, 8, 8) * (2 / _DARKEST) - 1
     return F.interpolate(small, size=(IMAGE, IMAGE), mode="bilinear", align_corners=False)
