@@ -197,7 +197,8 @@ def test_eager_folded_hides_transfers(ranks: int, pair: int, data: st.DataObject
             find("eager_folded").of_ranks(ranks, number, options={"depth": depth}),
             costs(2 * ranks, pair // 2, pair - pair // 2, 0, transfer=message, pair=pair),
         ).step_ns
-        for number in (4 * ranks, 4 * ranks + count)
+        # Loops of nearly equal length settle late: of 6 ranks at 24 micro-batches, not at 48.
+        for number in (16 * ranks, 16 * ranks + count)
     )
     assert (more - some) / count == pytest.approx(period_ns(ranks, depth, pair, 2 * message), 0.01)
     if 2 * message <= pair:
