@@ -261,12 +261,11 @@ def _check_pipeline(config: RunConfig) -> None:
             )
         return
     where = f"parallel.pipeline = {stages}"
-    if config.parallel.data_shard != 1:
+    if config.parallel.data_shard != 1 and config.parallel.zero != 1:
         raise InputError(
-            f"{where} beside parallel.data_shard = {config.parallel.data_shard}: the weights of a "
-            "stage are not sharded",
-            hint="set parallel.data_shard to 1, and parallel.data_replicate to the ranks of a "
-            "stage that see other data",
+            f"{where} beside parallel.data_shard = {config.parallel.data_shard} and parallel.zero "
+            f"= {config.parallel.zero}: the graphs of a stage compute with whole weights",
+            hint="set parallel.zero to 1, which shards masters and optimizer state",
         )
     if config.strands != "2":
         raise InputError(

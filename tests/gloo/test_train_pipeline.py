@@ -167,6 +167,38 @@ def test_stages_of_several_ranks(runs: Runs, axis: str) -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-12)
 
 
+ZERO = {"parallel__data_shard": 2, "parallel__zero": 1}
+
+
+@pytest.mark.parametrize(
+    ("out", "ranks", "settings"),
+    [
+        ("zero", 4, {}),
+        ("zero-bfloat16", 4, {"train__dtype": "bfloat16", "pipeline__schedule": "folded"}),
+        ("zero-context", 8, {"parallel__context": 2}),
+        ("zero-tensor", 8, {"parallel__tensor": 2, "pipeline__schedule": "zb_v"}),
+    ],
+)
+def test_ranks_of_a_stage_share_its_optimizer(
+    runs: Runs, out: str, ranks: int, settings: dict[str, Any]
+) -> None:
+    """ZeRO-1 in a stage: the losses of whole masters on every rank of it, to the last bit."""
+    runs.train(f"{out}-whole", ranks, **PIPELINE | settings | {"parallel__data_replicate": 2})
+    runs.train(out, ranks, **PIPELINE | settings | ZERO)
+    assert runs.losses(out) == runs.losses(f"{out}-whole")
+    norms = [[e["grad_norm"] for e in runs.events(n, "step")] for n in (out, f"{out}-whole")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+
+
+@pytest.mark.parametrize(("source", "layout"), [("zero", {"parallel__data_replicate": 2}),
+                                                ("zero-whole", ZERO)])  # fmt: skip
+def test_checkpoints_of_a_shared_optimizer(runs: Runs, source: str, layout: dict[str, Any]) -> None:
+    """What ranks saved in parts others take up whole, and the other way round."""
+    settings = PIPELINE | layout | {"checkpoint__every": 0}
+    runs.train(f"{source}-on", 4, **settings, checkpoint__resume=runs.checkpoint(source, SAVED))
+    assert runs.losses(f"{source}-on") == runs.losses(source)[SAVED:]
+
+
 def tampered(folder: str, settings: dict[str, str]) -> list[Any]:
     """A child: one weight of the last rank changes after the first step."""
     from interlace.train.loop import Trainer

@@ -114,10 +114,7 @@ def data_layout(
     }
     if all(axis.size == 1 for axis in axes.values()):
         return None
-    # Ranks that only share sequences hold whole weights, as if they saw other data.
-    sharded = config.data_shard > 1
-    ranks = axes[SHARD_AXIS].size if sharded else 1
-    weights = [_weight(names, parameter, ranks) for names, parameter in _parameters(module)]
+    weights = split_weights(module, shards_of(config))
     return DataLayout(
         buckets=_buckets(weights, config.bucket_mib * 2**20 / _item_bytes(module)),
         shard=axes[SHARD_AXIS],
@@ -126,6 +123,17 @@ def data_layout(
         reduce_each=config.reduce == "micro_batch",
         reduce_dtype=reduce_dtype,
     )
+
+
+def shards_of(config: ParallelConfig) -> int:
+    """Into how many parts weights are cut. Ranks that only share sequences hold whole weights, as
+    if they saw other data."""
+    return config.data_shard * config.context if config.data_shard > 1 else 1
+
+
+def split_weights(module: nn.Module, ranks: int) -> list[Weight]:
+    """All parameters of `module`, and how each is cut into `ranks` equal parts."""
+    return [_weight(names, parameter, ranks) for names, parameter in _parameters(module)]
 
 
 def replicated_layout(

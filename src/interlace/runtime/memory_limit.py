@@ -1,11 +1,12 @@
 """What a rank needs beside the values of its graphs, and how much a plan may add."""
 
 from collections.abc import Collection
+from math import prod
 
 from torch import nn
 
 from interlace.config import RunConfig
-from interlace.parallel.data import DataLayout
+from interlace.parallel.data import DataLayout, shards_of, split_weights
 from interlace.parallel.local_parts import local
 from interlace.search.problem import MemoryLimits
 
@@ -21,6 +22,8 @@ def constant_bytes(
 ) -> dict[str, int]:
     """What a rank holds from the first step to the last, by name, where it runs strands. `held`
     names the parameters of its stage of a pipeline."""
+    if held is not None and shards_of(config.parallel) > 1:
+        return _of_cut_stage(config, module, held)
     named = module.named_parameters()
     parts = [local(each) for name, each in named if held is None or name in held]
     item = parts[0].element_size() if parts else 0  # a stage may have none
@@ -42,6 +45,27 @@ def constant_bytes(
         "buffers": sum(b.numel() * b.element_size() for b in module.buffers()),
     }
     return {name: size for name, size in held.items() if size}
+
+
+def _of_cut_stage(config: RunConfig, module: nn.Module, held: Collection[str]) -> dict[str, int]:
+    """The same of a stage whose ranks share its masters (`train.stage_shards`)."""
+    ranks = shards_of(config.parallel)
+    weights = [each for each in split_weights(module, ranks) if each.name in held]
+    elements = sum(each.elements for each in weights)
+    parts = {each: prod(each.part(ranks)) for each in weights}
+    cut = [each for each in weights if each.dim is not None]
+    item = next(module.parameters()).element_size()
+    separate = cut if config.train.dtype == "float32" else weights
+    found = {
+        "weights": elements * item,
+        "float32 masters": 4 * sum(parts[each] for each in separate),
+        "gradient sums": 4 * elements,
+        # Parts of gradients are views where the first dimension is cut.
+        "gradient shards": 4 * sum(parts[each] for each in cut if each.dim),
+        "optimizer state": 8 * sum(parts.values()),
+        "buffers": sum(b.numel() * b.element_size() for b in module.buffers()),
+    }
+    return {name: size for name, size in found.items() if size}
 
 
 def memory_limits(

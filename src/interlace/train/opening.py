@@ -134,7 +134,8 @@ def _trace(
     held = candidates.whole.held
     if held is not None and setup.stages is not None:
         _refuse_bare_stages(candidates.whole)
-        weights.keep(held, setup.stages.stage)
+        cut_over = setup.meshes.weights if config.parallel.data_shard > 1 else None
+        weights.keep(held, setup.stages.stage, cut_over)
     constants = {**weights.constants(), **weights.buffers()}
     if data is not None and data.gathers_each and not isinstance(eager, EagerRunner):
         weights.drop_whole()

@@ -221,7 +221,9 @@ class Session(Setup):
         weights, main = self.weights, self.main
         if self.stages is None or main is None or main.strands.handovers is None:
             return global_norm(weights.parameters)
-        holders, copies = main.strands.handovers.holders, self.stages.copies
+        holders = main.strands.handovers.holders
+        # Masters that are cut are laid out over the ranks of a stage, which counts them.
+        copies = self.stages.copies if weights.shards is None else 1
         counts = {name: len(holders(name)) * copies for name in weights.masters}
         return norm_over_stages(weights.masters, weights.names, counts)
 

@@ -23,6 +23,7 @@ from interlace.parallel.tensor import finish_gradients
 from interlace.ranks.agree import SAME_START, Content, check_contents, refused_together
 from interlace.ranks.replicas import tensor_contents
 from interlace.runtime.executor import Batch
+from interlace.train.stage_shards import StageShards
 
 # Functional collectives are seen by the recorder of eager steps.
 _functional = torch.ops._c10d_functional
@@ -50,6 +51,8 @@ class MasterWeights:
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.group: dist.ProcessGroup | None = None
         """The ranks that have the same masters; None if all have them."""
+        self.shards: StageShards | None = None
+        """Of a stage whose ranks share its masters."""
         self.names = tuple(self.masters)
         """Of all masters of the model; in a pipeline this rank has some of them."""
         self.on_publish: list[Callable[[], None]] = []
@@ -81,25 +84,33 @@ class MasterWeights:
         they are gathered next."""
         if self.data is not None:
             self._shards.publish()
+        if self.shards is not None:
+            self.shards.publish()
         for follow in self.on_publish:
             follow()
         for name, parameter in self.module.named_parameters():
             is_sharded = self.data is not None and self._shards.is_sharded(name)
+            is_sharded |= self.shards is not None and name in self.shards
             if is_sharded or name not in self.masters:
                 continue
             source = local(self.masters[name])
             if source.data_ptr() != local(parameter).data_ptr():
                 local(parameter).copy_(source)
 
-    def keep(self, names: Collection[str], group: dist.ProcessGroup) -> None:
+    def keep(
+        self, names: Collection[str], group: dist.ProcessGroup, cut_over: DeviceMesh | None
+    ) -> None:
         """Be master of these parameters only, those of a stage, as all ranks of `group` are; before
-        any gradient is summed."""
+        any gradient is summed. With `cut_over`, `Meshes.weights`, be master of a part of each."""
         self.group = group
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         kept = {id(parameters[name]) for name in names}
         unique = self.module.named_parameters()
         of_stage = {name for name, parameter in unique if id(parameter) in kept}
         self.masters = {n: master for n, master in self.masters.items() if n in of_stage}
+        if cut_over is not None:
+            self.shards = StageShards(self.module, self.masters, cut_over)
+            self.masters = self.shards.masters
 
     @torch.no_grad()
     def free_others(self) -> int:
@@ -210,12 +221,12 @@ class MasterWeights:
         if self.data is not None:
             parts |= self._shards.gradients(buffers)
         for name, master in self.masters.items():
-            part = parts[name]
+            part = parts[name] if self.shards is None else self.shards.gradient(name, parts[name])
             if not isinstance(master, DTensor):
                 master.grad = part
                 continue
             layout = placements.get(name)
-            if self.data is not None and layout:
+            if layout and len(layout) < len(master.placements):
                 layout = (*master.placements[:2], layout[0])
             master.grad = _laid_out(part, master.device_mesh, layout or master.placements, master)
 

@@ -1,0 +1,81 @@
+"""ZeRO-1 in a stage of a pipeline: ranks that share a stage each own a part of its masters.
+
+The graphs of a stage compute with whole weights, and its gradients are summed over the ranks that
+share it when the step ends. What ZeRO-1 (arXiv 1910.02054, P_os) shards is what comes after: a
+master, its gradient and its optimizer state are this rank's part along one dimension, and after the
+optimizer's step the parts are gathered into the module's whole parameters.
+"""
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from interlace.parallel.data import Weight, cut, placements_of, split_weights
+from interlace.parallel.local_parts import local
+from interlace.parallel.meshes import SHARD_AXIS
+
+
+class StageShards:
+    """Masters of a stage's weights, cut over the `dp_shard` ranks of `mesh`."""
+
+    def __init__(
+        self, module: nn.Module, masters: Mapping[str, nn.Parameter], mesh: DeviceMesh
+    ) -> None:
+        """`masters` are whole but for tensor parallelism, by the names of `module`; `mesh` is
+        `Meshes.weights`. Small weights that no dimension cuts into equal parts stay whole."""
+        self._ranks, self._rank = mesh[SHARD_AXIS].size(), mesh.get_local_rank(SHARD_AXIS)
+        self._group = mesh.get_group(SHARD_AXIS)
+        found = split_weights(module, self._ranks)
+        weights = {each.name: each for each in found if each.name in masters}
+        self._cut = {name: each for name, each in weights.items() if each.dim is not None}
+        self.masters = {
+            name: self._master(weights[name], whole, mesh) for name, whole in masters.items()
+        }
+        parameters = dict(module.named_parameters())
+        self._whole = {name: local(parameters[name]) for name in self._cut}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether this rank has only a part of that master."""
+        return name in self._cut
+
+    def _master(self, weight: Weight, whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+        over = whole.placements if isinstance(whole, DTensor) else None
+        part = local(whole)
+        if weight.name in self:  # a view would keep the whole weight's memory
+            part = self._view(weight, part).clone(memory_format=torch.contiguous_format)
+        laid_out = DTensor.from_local(
+            part, mesh, placements_of(weight, over),
+            run_check=False, shape=whole.shape, stride=whole.stride(),
+        )  # fmt: skip
+        return nn.Parameter(laid_out)
+
+    def gradient(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a gradient: a view where it is cut along its first dimension, else a
+        copy, because fused AdamW takes a gradient on a CPU to lie in memory as its parameter."""
+        return self._view(self._cut[name], whole).contiguous() if name in self else whole
+
+    def _view(self, weight: Weight, whole: Tensor) -> Tensor:
+        return cut(weight, whole, self._ranks, self._rank)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Gather the parts into the module's parameters, rounded to their type. Collective."""
+        of_type: dict[torch.dtype, list[Weight]] = {}
+        for name, weight in self._cut.items():
+            of_type.setdefault(self._whole[name].dtype, []).append(weight)
+        for dtype, weights in of_type.items():
+            parts = [local(self.masters[weight.name]).reshape(-1).to(dtype) for weight in weights]
+            own = torch.cat(parts)
+            gathered = own.new_empty(self._ranks * own.numel())
+            dist.all_gather_into_tensor(gathered, own, group=self._group)
+            shapes = [weight.part(self._ranks) for weight in weights]
+            sizes = [prod(shape) for shape in shapes]
+            for rank, flat in enumerate(gathered.view(self._ranks, -1)):
+                for weight, shape, piece in zip(weights, shapes, flat.split(sizes), strict=True):
+                    whole = self._whole[weight.name]
+                    cut(weight, whole, self._ranks, rank).copy_(piece.view(shape))
