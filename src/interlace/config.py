@@ -113,7 +113,7 @@ class PipelineConfig:
 
     schedule: str = "one_f_one_b"
     """A schedule of several ranks, as `interlace schedule` lists and compares them, or one of your
-    own as `module:function`."""
+    own as `module:function`; options stand behind it, as in `interleaved(chunks=4)`."""
     split_at: tuple[str, ...] = ()
     """The sub-modules with which chunks begin, but the first, such as `layers.2`; empty gives
     chunks equal shares of the arithmetic."""

@@ -100,6 +100,17 @@ def test_a_slow_link_costs_most_where_most_is_sent(plan: dict[str, Any], tmp_pat
     assert more["gpipe"] > 0
 
 
+def test_no_further_ahead_than_it_pays(tmp_path: Path) -> None:
+    """Of two micro-batches none runs further ahead than in the W shape: the least depth does as
+    well, and has a row of its own; its name is one that `pipeline.schedule` takes."""
+    found = by_name(planned(tmp_path, train__micro_batches="2"))
+    least = found["eager_folded(depth=2)"]
+    assert least["step_ns"] == found["eager_folded"]["step_ns"]
+    assert least["step_ns"] == found["folded"]["step_ns"]
+    given = planned(tmp_path, train__micro_batches="2", pipeline__schedule="eager_folded(depth=2)")
+    assert given["chosen"] == least
+
+
 def test_the_plan_is_a_list_of_actions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of all ranks, as `interlace schedule` reads it back; with a picture."""
     picture = tmp_path / "p.png"

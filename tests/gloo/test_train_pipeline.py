@@ -55,6 +55,7 @@ def numbers(runs: Runs, out: str) -> list[tuple[Any, ...]]:
         # A layer that is cut in its middle and computed again needs its weights on two stages.
         ("again", 2, "one", {"pipeline__schedule": "zb_v", "train__recompute": "layer"}),
         ("thirds", 3, "one", {"parallel__pipeline": 3, "pipeline__split_at": BLOCKS}),
+        ("options", 2, "one", {"pipeline__schedule": "interleaved(chunks=3)"}),
         ("gpt-v", 2, "gpt", {"pipeline__schedule": "dual_pipe_v", **GPT}),
     ],
 )

@@ -47,6 +47,11 @@ def depth_for(ranks: int, pair_ns: float, hop_ns: float) -> int:
     return min(depth for depth in periods if periods[depth] <= AS_SHORT * min(periods.values()))
 
 
+def depths(ranks: int) -> tuple[str, ...]:
+    """By name, with all depths but the greatest, which is the default, the least first."""
+    return tuple(f"eager_folded(depth={depth})" for depth in range(ranks, 2 * ranks - 1))
+
+
 def period_ns(ranks: int, depth: int, pair_ns: float, hop_ns: float) -> float:
     """How much longer a step of one more micro-batch is."""
     ahead = _ahead(ranks, depth)

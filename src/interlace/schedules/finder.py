@@ -19,6 +19,7 @@ from interlace.ir.plan import PhasePlan, Plan
 from interlace.ir.stage_messages import Edge
 from interlace.own_code import load_function
 from interlace.schedules.listed import READERS, ListedSchedule, read_listed
+from interlace.schedules.named_options import split_options, with_options
 from interlace.schedules.passes import with_ends, with_heads, with_once_a_step
 from interlace.schedules.verify import check_ranks
 
@@ -209,8 +210,9 @@ class Schedule:
 
 
 def find(schedule: str | ScheduleFunction) -> Schedule:
-    """The schedule of this name: a file of this package, `module:function`, a file with a list
-    (.txt, .csv); or a function itself.
+    """The schedule of this name: a file of this package or `module:function`, either with options
+    in brackets behind it (`interleaved(chunks=4)`), a file with a list (.txt, .csv); or a function
+    itself.
 
     Raises InputError if there is none."""
     if isinstance(schedule, ListedSchedule):
@@ -221,8 +223,10 @@ def find(schedule: str | ScheduleFunction) -> Schedule:
         where = f"{getattr(schedule, '__module__', '?')}:{getattr(schedule, '__qualname__', '?')}"
         own = where.removeprefix(f"{schedules.__name__}.").partition(":")
         return Schedule(own[0] if own[0] == own[2] else where, schedule)
+    schedule, options = split_options(schedule)
     if ":" in schedule:
-        return Schedule(schedule, cast("ScheduleFunction", load_function(schedule, "schedule")))
+        loaded = cast("ScheduleFunction", load_function(schedule, "schedule"))
+        return Schedule(*with_options(schedule, loaded, options))
     known = names()
     schedule = _ALSO.get(re.sub("[_ -]", "", schedule.lower()), schedule)
     if schedule not in known:
@@ -232,7 +236,7 @@ def find(schedule: str | ScheduleFunction) -> Schedule:
             "or a file with one (.txt, .csv).",
         )
     module = importlib.import_module(f"{schedules.__name__}.{schedule}")
-    return Schedule(schedule, getattr(module, schedule))
+    return Schedule(*with_options(schedule, getattr(module, schedule), options))
 
 
 def names() -> tuple[str, ...]:

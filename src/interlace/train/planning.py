@@ -52,7 +52,7 @@ from interlace.train.plan_costs import (
     read_costs,
 )
 from interlace.train.session import DTYPES, vocabulary
-from interlace.train.stage_plans import StagePlanner, machine_for, steps_of_all
+from interlace.train.stage_plans import StagePlanner, eager_enough, machine_for, steps_of_all
 from interlace.train.weights import cast_parameters
 
 
@@ -146,6 +146,8 @@ def _plan_stages(
     with _stage("simulating schedules"):
         chosen = planner.step(own, config.pipeline.split_at)
         steps, left_out = steps_of_all(planner, map(find, names()), chosen)
+        if (eager := eager_enough(planner, steps)) is not None:
+            steps = sorted((*steps, eager), key=lambda each: each.step.step_ns)
     _say(f"\n{stages_summary(chosen, steps, config.train.micro_batches)}\n")
     for reason in left_out.values():
         _say(f"left out: {reason}")

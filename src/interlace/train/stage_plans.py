@@ -25,7 +25,8 @@ from interlace.runtime.chunks import ChunkedModel, Placement, chunked
 from interlace.runtime.handovers import Handovers
 from interlace.runtime.memory_limit import constant_bytes
 from interlace.runtime.traced_strands import Strands
-from interlace.schedules.finder import Schedule
+from interlace.schedules.eager_folded import AS_SHORT, depths
+from interlace.schedules.finder import Schedule, find
 from interlace.schedules.stage import StageSchedule
 from interlace.search.planner import plan_phase
 from interlace.search.problem import Problem
@@ -47,19 +48,20 @@ class StagePlanner:
     """Whose links carry what goes from stage to stage."""
     _found: dict[str, int] = field(default_factory=dict)
     """Times of phases, by the digest of their graphs."""
+    _models: dict[Placement, ChunkedModel] = field(default_factory=dict)
+    """The model in the chunks of schedules that were looked at."""
 
     def step(self, schedule: Schedule, split_at: Sequence[str] = ()) -> StagedStep:
         """The step by this schedule, with chunks that begin with these sub-modules. Raises
         InputError if it cannot run so, or the model is too small for its chunks."""
         ranks, count = self.config.parallel.pipeline, self.config.train.micro_batches
         stage = StageSchedule(schedule.name, schedule.function, ranks=ranks, rank=0)
-        model = chunked(
-            self.strands,
+        model = self._model(
             Placement(
                 rank_of=stage.rank_of,
                 halves=stage.cuts_backwards,
                 split_at=tuple(split_at),
-            ),
+            )
         )
         actions = stage.with_edges(model.handovers.edges).lists(count)
         phases = {each.phase for own in actions for each in own}
@@ -82,6 +84,11 @@ class StagePlanner:
             step=step,
             constant_bytes=tuple(self._constant_bytes(model.handovers, r) for r in range(ranks)),
         )
+
+    def _model(self, placement: Placement) -> ChunkedModel:
+        if placement not in self._models:
+            self._models[placement] = chunked(self.strands, placement)
+        return self._models[placement]
 
     def _chunk(self, model: ChunkedModel, number: int) -> ChunkCosts:
         graphs = model.op_graphs
@@ -160,6 +167,18 @@ def steps_of_all(
         except InputError as error:
             left_out[schedule.name] = error.message
     return sorted(found, key=lambda each: each.step.step_ns), left_out
+
+
+def eager_enough(planner: StagePlanner, steps: Sequence[StagedStep]) -> StagedStep | None:
+    """`eager_folded` with the least depth whose step is about as short as the shortest, which the
+    times of this model and its links decide; None if that is its default, or it does not run. Each
+    step less that it runs ahead, a rank keeps less."""
+    default = next((each for each in steps if each.schedule == "eager_folded"), None)
+    if default is None:
+        return None
+    found = [planner.step(find(name)) for name in depths(len(default.actions))]
+    bound = AS_SHORT * min(each.step.step_ns for each in (*found, default))
+    return next((each for each in found if each.step.step_ns <= bound), None)
 
 
 def _saved_bytes(graphs: Mapping[str, OpGraph], strand: Strand) -> int:
