@@ -18,12 +18,14 @@ from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
 from interlace.ranks.agree import Content
 from interlace.ranks.determinism import nondeterminism
+from interlace.runtime.eager_check import StepComparison, compare_with_eager
 from interlace.runtime.executor import Batch, StepExecutor
 from interlace.runtime.pipeline_executor import PipelineExecutor
 from interlace.runtime.pipeline_record import PipelineRecord
 from interlace.runtime.recorder import Clock, Recorder, clock_for
 from interlace.runtime.stage_link import StageLink
 from interlace.runtime.traced_strands import Strands
+from interlace.runtime.user_module import UserModule
 from interlace.schedules.finder import Schedule
 
 
@@ -163,6 +165,44 @@ class Step:
         recorder = Recorder(self.strands.op_graphs, self._clock.restarted())
         self._run(micro_batches, recorder)
         return recorder.timeline(label, rank)
+
+    def compare(self, micro_batches: Sequence[Batch], *, repeats: int = 3) -> StepComparison:
+        """This step against plain autograd on the same module and micro-batches: losses, every
+        gradient by name, and times of `repeats` steps of both in turn. `print(found.summary())`
+
+        Parameters, gradients and buffers stay as they are. Collective, as a step is; call it under
+        the contexts (autocast, `loss_parallel`) under which the step was compiled. Raises
+        InputError for steps that draw masks of dropout, which are not PyTorch's, for stages of a
+        pipeline, of which a rank has its own weights only, and for a run of `interlace train`."""
+        tensors, handovers = self.tensors, self.strands.handovers
+        if not isinstance(tensors, UserModule):
+            raise InputError(
+                "compare takes a step of compile_step",
+                hint="interlace train compares with eager steps by compare.steps",
+            )
+        if handovers is not None and not handovers.is_alone:
+            raise InputError(
+                "a rank of a pipeline has the newest weights of its own stage only",
+                hint="compile the same module without the axis pp, and compare that",
+            )
+        if self.strands.takes_seeds:
+            raise InputError(
+                "the step draws masks of dropout, and eager PyTorch draws others",
+                hint="compile the module with dropout 0, and compare that",
+            )
+        tensors.refresh(micro_batches)
+        number = self.number
+
+        def losses() -> list[Tensor]:
+            self._run(micro_batches, None)
+            return self.losses
+
+        try:
+            return compare_with_eager(
+                tensors.chunk, losses, micro_batches, data=self.strands.data, repeats=repeats
+            )
+        finally:
+            self.number = number
 
     def record_pipeline(self, micro_batches: Sequence[Batch]) -> PipelineRecord:
         """The same step of a pipeline, with the times of the actions of all ranks, and the step

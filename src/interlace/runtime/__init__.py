@@ -11,6 +11,7 @@ stage_link.py         tensors on their way between the ranks of a pipeline
 joint_end.py          a step of a pipeline that fails ends on all ranks
 recorder.py           a lowered graph run operator by operator, with times
 eager_recorder.py     eager autograd as a timeline
+eager_check.py        a step against eager autograd: losses, gradients, times
 user_module.py        a user's module with its loss, and its tensors
 gradients.py          buffers that graphs add to, handed out as `parameter.grad`
 clipping.py           the norm of gradients that lie on several ranks

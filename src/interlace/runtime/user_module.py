@@ -44,6 +44,11 @@ class UserModule:
         """Parameters and gradient sums, by (role, target)."""
         return self._gradients.constants
 
+    @property
+    def chunk(self) -> "ModuleWithLoss":
+        """The module with its loss, for autograd."""
+        return self._chunk
+
     def parameters(self, handovers: Handovers | None) -> dict[str, nn.Parameter]:
         """Those that this rank's stage uses, by the user's names."""
         named = self._chunk.named_parameters()
