@@ -27,6 +27,7 @@ from interlace.runtime.stage_link import StageLink
 from interlace.runtime.traced_strands import Strands
 from interlace.runtime.user_module import UserModule
 from interlace.schedules.finder import Schedule
+from interlace.text import milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,24 @@ class Step:
         self.link = link
         self._device = next(iter(tensors.constants.values())).device
         self.nondeterminism = nondeterminism(self._device)
+
+    def __repr__(self) -> str:
+        """Its schedule, its graphs, and what the plan expects of each phase."""
+        graphs = self.strands.op_graphs.values()
+        lanes = sorted({op.lane for graph in graphs for op in graph.collectives})
+        count = sum(len(graph.operators) for graph in graphs)
+        sent = sum(len(graph.collectives) for graph in graphs)
+        text = f"Step(schedule {self.plan.schedule}, {count} operators"
+        text += f", {sent} collectives over {', '.join(lanes)}" if lanes else ", no collectives"
+        planned = {name: each for name, each in self.plan.phases.items() if each.predicted_ns}
+        if not planned:
+            return f"{text}, in traced order)"
+        phases = ", ".join(
+            f"{name} {milliseconds(each.predicted_ns)} ms with {milliseconds(each.exposed_ns)} "
+            "exposed"
+            for name, each in planned.items()
+        )
+        return f"{text}, planned by {self.plan.search}: {phases})"
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
         """The mean loss of these micro-batches. The gradient (over an axis `dp_replicate` its

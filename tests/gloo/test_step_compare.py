@@ -129,6 +129,21 @@ def test_a_wrong_gradient_is_named() -> None:
     assert "median" not in said
 
 
+def test_a_step_says_what_it_is() -> None:
+    """Schedule, operators, and what is predicted of each phase; one strand has no plan."""
+    batch = batches_of()[0]
+    two = interlace.compile_step(Perceptron(), loss_of, batch, config=QUICK)
+    operators = sum(len(graph.operators) for graph in two.strands.op_graphs.values())
+    assert repr(two).startswith(
+        f"Step(schedule two_strand, {operators} operators, no collectives, planned by merge: "
+    )
+    assert all(f" {phase} " in repr(two) for phase in ("forward", "forward+backward", "backward"))
+    one = interlace.compile_step(Perceptron(), loss_of, batch, strands=1, config=QUICK)
+    assert repr(one) == (
+        f"Step(schedule one_strand, {operators} operators, no collectives, in traced order)"
+    )
+
+
 def test_a_nan_is_the_worst() -> None:
     """A difference that is no number comes first, and is never equal."""
     one = GradientDifference(name="a", largest=1.0, difference=float("nan"))
