@@ -37,6 +37,7 @@ BENCHES = (
     Bench("reshard", 16, links=True),
     Bench("pipeline", 8, links=True),
     Bench("searched", 14, links=False),
+    Bench("tensor_share", 15, links=True),
 )
 
 

@@ -27,5 +27,7 @@ pipeline_world.py      its program: one rank that runs steps by all ways, in tur
 pipeline_rivals.py     a step on PyTorch's own pipeline runtime
 searched.py            a pipeline searched for an uneven model, against interleaved 1F1B
 searched_world.py      its program: one rank that runs steps by all ways, in turns
+tensor_share.py        the W shape with two strands against 1F1B, by share of communication
+tensor_share_world.py  its program: one rank that runs steps by all ways, in turns
 results.py             the form of every result: rows, environment, table, JSON file
 """

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from interlace.graphs.torch_private import TorchDispatchMode
 
@@ -57,7 +58,11 @@ class _Sleeping(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its parts come by themselves
         kwargs = kwargs or {}
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return func(*args, **kwargs)  # it is traced
 
         def computed() -> Any:
             return func(*args, **kwargs)

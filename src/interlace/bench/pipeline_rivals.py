@@ -18,10 +18,12 @@ def build_rival(
     schedule: str,
     chunks: int,
     loss_of: Callable[[Tensor, Tensor], Tensor],
+    group: dist.ProcessGroup | None = None,
 ) -> Callable[[Sequence[tuple[Tensor, ...]]], Mapping[str, Tensor]]:
     """A way to run a step by a schedule of torch.distributed.pipelining, with so many chunks on a
-    rank; `chunk_of(size, chunk, chunks)` builds a chunk of the model."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank; `chunk_of(size, chunk, chunks)` builds a chunk of the model. The ranks of the pipeline are
+    those of `group`, by default all."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     total = ranks * chunks
     own = [rank + k * ranks for k in range(chunks)]
     if schedule in _V_SHAPES:
@@ -29,7 +31,7 @@ def build_rival(
     modules = [chunk_of(size, chunk, total) for chunk in own]
     device = torch.device("cpu")
     stages: Any = [
-        theirs.PipelineStage(module, chunk, total, device)
+        theirs.PipelineStage(module, chunk, total, device, group=group)
         for module, chunk in zip(modules, own, strict=True)
     ]
     kind = getattr(theirs, f"Schedule{schedule}")
