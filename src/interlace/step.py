@@ -191,7 +191,7 @@ class Step:
 
         Parameters, gradients and buffers stay as they are. Collective, as a step is; call it under
         the contexts (autocast, `loss_parallel`) under which the step was compiled. Raises
-        InputError for steps that draw masks of dropout, which are not PyTorch's, for stages of a
+        InputError for steps that draw random numbers, which are not PyTorch's, for stages of a
         pipeline, of which a rank has its own weights only, and for a run of `interlace train`."""
         tensors, handovers = self.tensors, self.strands.handovers
         if not isinstance(tensors, UserModule):
@@ -206,8 +206,8 @@ class Step:
             )
         if self.strands.takes_seeds:
             raise InputError(
-                "the step draws masks of dropout, and eager PyTorch draws others",
-                hint="compile the module with dropout 0, and compare that",
+                "the step draws random numbers, as for dropout, and eager PyTorch draws others",
+                hint="compile the module with dropout 0 and without noise, and compare that",
             )
         tensors.refresh(micro_batches)
         number = self.number

@@ -273,7 +273,9 @@ CASES = [
          numbers(2, 3)),
     Case("recomputed", double(Recomputed), numbers(2, 4)),
     Case("GRU", double(lambda: nn.GRU(3, 4, batch_first=True)), numbers(2, 4, 3),
-         lambda m, x: m(x)[0].square().mean(), refused="GRU"),
+         lambda m, x: m(x)[0].square().mean()),
+    Case("LSTM", double(lambda: nn.LSTM(3, 4, batch_first=True)), numbers(2, 4, 3),
+         lambda m, x: m(x)[0].square().mean()),
     Case("Llama of transformers", llama, words(2, 5), llama_loss),
     # Parameters of every kind.
     Case("scalar parameter", function(lambda m, x: m.w * x, w=()), numbers(3)),

@@ -15,6 +15,8 @@ accumulate.py         gradients flow into persistent buffers
 gradient_layouts.py   each gradient comes to its parameter's layout
 data_parallel.py      gathers of weights and reductions of gradients
 dropout.py            masks that depend on numbers, not on what ran before
+capture_settings.py   how a forward is captured: sizes, logs, recurrent layers
+random_draws.py       other random numbers that a forward draws, the same way
 recompute.py          which values the backward computes again
 remake.py             how they are computed again
 budget.py             what to keep within a number of bytes, by min-cut

@@ -13,6 +13,7 @@ each rank holds a part of an activation (`graphs.spread`), the number of the par
 import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from torch import Tensor, fx
 
 from interlace.errors import InputError
 from interlace.graphs.module_paths import module_path
-from interlace.graphs.spread import UNCLEAR, part_of, spread_of
+from interlace.graphs.random_draws import can_be_seeded, draw_by_number, draws_values
+from interlace.graphs.spread import UNCLEAR, Spread, part_of, spread_of
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph
 
 aten = torch.ops.aten
@@ -70,7 +72,8 @@ def _(
 
 def takes_seeds(forward: StrandGraph) -> bool:
     """Whether a forward takes seeds behind its batch."""
-    return any(n.target == torch.ops.interlace.dropout.default for n in forward.graph.nodes)
+    drops = any(n.target == torch.ops.interlace.dropout.default for n in forward.graph.nodes)
+    return drops or draws_values(forward.graph)
 
 
 def fix_dropout(
@@ -79,7 +82,8 @@ def fix_dropout(
     batch_inputs: int,
     tensors: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> ChunkGraphs:
-    """`chunk` with numbered dropout; one without dropout is left as it is. Changes its graphs.
+    """`chunk` with numbered dropout, and other random numbers drawn by number; one that draws
+    nothing is left as it is. Changes its graphs.
 
     The seed is batch input number `batch_inputs`. `tensors` are the parameters and buffers of the
     module by name, whose layouts say of which values each rank holds a part. Raises InputError for
@@ -87,7 +91,7 @@ def fix_dropout(
     """
     random = [node for node in _calls(chunk) if _draws(node)]
     for node in random:
-        if node.target != aten.native_dropout.default:
+        if node.target != aten.native_dropout.default and not can_be_seeded(node):
             raise InputError(
                 f"{node.target} in {module_path(node) or 'the model'} draws random numbers in a "
                 "way that cannot be repeated",
@@ -102,6 +106,10 @@ def fix_dropout(
     seeds = _seeds_input(graph, random[0])
     forward.bindings[seeds.name] = Binding("batch", str(batch_inputs))
     for number, node in enumerate(random):
+        if node.target != aten.native_dropout.default:
+            _refuse_parts(node, spread)
+            draw_by_number(node, seeds, _mix(number))
+            continue
         x, probability, _ = node.args
         assert isinstance(x, fx.Node)
         if UNCLEAR in spread[x]:
@@ -115,6 +123,17 @@ def fix_dropout(
         node.args = (x, seeds, number, part_of(spread[x], rank), probability)
     forward.module.recompile()
     return chunk
+
+
+def _refuse_parts(node: fx.Node, spread: Mapping[fx.Node, Spread]) -> None:
+    """Raise InputError where ranks may hold parts of what is drawn: from its size alone nobody can
+    say whether they need equal numbers."""
+    if any(spread.values()):
+        raise InputError(
+            f"{node.target} in {module_path(node) or 'the model'} draws random numbers, and ranks "
+            "hold parts of weights: whether they need equal numbers is not known",
+            hint="draw them outside, as one more tensor of each batch",
+        )
 
 
 def _calls(chunk: ChunkGraphs) -> list[fx.Node]:
@@ -137,6 +156,7 @@ def _draws(node: fx.Node) -> bool:
 def _seeds_input(graph: fx.Graph, like: fx.Node) -> fx.Node:
     with graph.inserting_before(next(iter(graph.nodes))):
         seeds = graph.placeholder("seeds")
-    with like.args[0].meta["val"].fake_mode:  # type: ignore[union-attr]
+    value: Any = like.meta["val"]
+    with (value if isinstance(value, Tensor) else value[0]).fake_mode:  # type: ignore[union-attr]
         seeds.meta["val"] = torch.empty(1, dtype=torch.int64, device="cpu")
     return seeds

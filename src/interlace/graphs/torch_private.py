@@ -7,7 +7,7 @@ docs/new-torch.md says with which versions of torch it was tested.
     _dynamo.hooks.Hooks                      the guards of a capture: what the forward read
     nn.Module._*_hooks, nn.modules.module._global_*_hooks, Tensor._backward_hooks,
     Tensor._post_accumulate_grad_hooks, DTensor._local_tensor, DTensor._spec      seeing changes
-    _dynamo.config.automatic_dynamic_shapes                     sizes are numbers in every capture
+    _dynamo.config: automatic_dynamic_shapes, allow_rnn, ignore_logger_methods   how it captures
     _functorch.aot_autograd.aot_export_joint_with_descriptors   forward and backward in one graph
     _functorch.partitioners.min_cut_rematerialization_partition, _functorch.config
                                                                 what to keep within a budget
@@ -57,6 +57,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
+
+from interlace.graphs.capture_settings import capture_settings
 
 __all__ = [
     "GRADIENT_HOOKS",
@@ -128,8 +130,8 @@ class Joint:
 
 def capture(module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False) -> Joint:
     """Trace `module(*example_inputs)`, a scalar loss or a tuple of it and of tensors that have no
-    gradient. No collective runs, no memory is touched
-    when the module holds fake tensors. `watch` keeps what was read of Python."""
+    gradient. No collective runs, no memory is touched when the module holds fake tensors. `watch`
+    keeps what was read of Python."""
     reads: list[Reads] = []
     whole_capture = functional_export.fullgraph_capture
 
@@ -139,8 +141,7 @@ def capture(module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: boo
         return found
 
     with ExitStack() as stack:
-        # Else a second capture of the same code with other sizes would have symbols for sizes.
-        stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
+        stack.enter_context(torch._dynamo.config.patch(capture_settings()))
         if watch:  # guards can only be built inside the capture
             stack.enter_context(mock.patch.object(functional_export, "fullgraph_capture", watched))
         captured: Any = functional_export.dynamo_graph_capture_for_export(module)(*example_inputs)

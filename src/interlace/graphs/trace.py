@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Placement
 
 from interlace.graphs.buffers import filled
+from interlace.graphs.capture_settings import without_fused_recurrence
 from interlace.graphs.torch_private import Joint, Reads, capture, input_of
 from interlace.graphs.trace_errors import (
     explained,
@@ -137,7 +138,7 @@ def trace_joint(
 
     Raises InputError naming what could not be traced.
     """
-    with explained(module):
+    with explained(module), without_fused_recurrence(module):
         joint = capture(module, example_inputs, watch=watch)
     refuse_writes(module, joint.writes)
     refuse_sparse(module, joint.graph)

@@ -30,7 +30,7 @@ _HINTS = (
         ("Data-dependent", "_local_scalar_dense", "DynamicOutputShape", "DataDependent", "nonzero"),
         "make it independent of values in tensors (torch.where, torch.clamp, fixed shapes)",
     ),
-    (("builtin", "logging"), "move printing and logging out of forward"),
+    (("builtin", "logging"), "move printing, and looking up loggers, out of forward"),
 )
 """What to do, by words of torch's message."""
 _OTHER_HINT = "write it with plain torch operators, or train with eager PyTorch (strands = eager)"

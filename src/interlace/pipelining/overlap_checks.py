@@ -29,7 +29,7 @@ _OF_STAGE = (
     "args_recv_info", "grad_recv_info", "_stage_meta", "forward_one_chunk", "set_local_fwd_input",
     "set_local_bwd_input", "get_local_bwd_output",
 )  # fmt: skip
-"""What is read, called or set there beside public names; of torch 2.13."""
+"""What is read, called or set there beside public names; of torch 2.13 and 2.14."""
 
 
 _REPLICAS = "leave it out, and average parameter.grad over replicas of the pipeline after the step"
@@ -113,7 +113,7 @@ def _check_has(thing: Any, names: Sequence[str], what: str) -> None:
         raise InputError(
             f"{what} of torch {torch.__version__} has no {', '.join(missing)}",
             hint="install_overlap takes a schedule on PyTorch's runtime, such as "
-            "ScheduleDualPipeV or torch_schedule(...), of torch 2.13",
+            "ScheduleDualPipeV or torch_schedule(...), of torch 2.13 or 2.14",
         )
 
 

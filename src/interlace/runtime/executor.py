@@ -18,6 +18,7 @@ from interlace.errors import InputError
 from interlace.graphs.dropout import no_dropout
 from interlace.graphs.lower import Lowered, lower
 from interlace.graphs.parts import HANDED, LOSS, RESULT, GraphPart
+from interlace.graphs.random_draws import refuse_evaluation
 from interlace.graphs.strides import restrided
 from interlace.graphs.trace import Binding
 from interlace.ir.actions import (
@@ -160,7 +161,9 @@ class StepExecutor:
         return self._actions[count]
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Losses of these micro-batches, forward only, with the weights as they are now."""
+        """Losses of these micro-batches, forward only, with the weights as they are now. Raises
+        InputError for a forward that draws random numbers beside dropout."""
+        self._check_draws()
         gathers = labels_of(self.parts, Direction.FORWARD, Share.ONCE)
         forwards = labels_of(self.parts, Direction.FORWARD, Share.WHOLE)
         losses: list[Tensor] = []
@@ -175,6 +178,11 @@ class StepExecutor:
                 losses.append(run.losses[1])
                 self.results += run.given()
         return losses
+
+    def _check_draws(self) -> None:
+        """On all ranks of a pipeline alike: a part knows the whole graph that it was cut from."""
+        for part in self.parts.values():
+            refuse_evaluation(part.strand.graph)
 
     def alone(self, name: str) -> Lowered:
         """The executable graph of a strand by itself, in the order in which it was traced."""

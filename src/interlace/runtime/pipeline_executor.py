@@ -80,7 +80,9 @@ class PipelineExecutor(StepExecutor):
             return self._losses(run.losses, count)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Losses of these micro-batches, on all ranks, forward only. Every rank calls it."""
+        """Losses of these micro-batches, on all ranks, forward only. Every rank calls it. Raises
+        InputError as `StepExecutor.evaluate`."""
+        self._check_draws()
         count = len(batches)
         if count not in self._forwards:
             forwards = self._received_early(self._stage.forward_items(count))

@@ -1,0 +1,109 @@
+"""Random numbers that a forward draws itself, from numbers alone: stochastic depth, noise, time
+steps.
+
+As a dropout (`graphs.dropout`), such an operator gets its number in the graph and draws from a
+generator of its own, seeded by that number and by the micro-batch's seeds.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from interlace.errors import InputError
+
+aten = torch.ops.aten
+_KINDS = {
+    aten.bernoulli.p: "bernoulli",
+    aten.rand.default: "uniform",
+    aten.rand_like.default: "uniform",
+    aten.randn.default: "normal",
+    aten.randn_like.default: "normal",
+    aten.randint.default: "integers",
+    aten.randint.low: "integers",
+}
+"""What is drawn, by operator."""
+
+
+@torch.library.custom_op("interlace::drawn", mutates_args=())
+def drawn(
+    seeds: Tensor,
+    seed_of_draw: int,
+    kind: str,
+    low: float,
+    high: float,
+    size: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Numbers of `size`: 0 or 1, which is 1 with probability `high` (bernoulli); uniform from 0 to
+    1; normal; or integers from `low` to below `high`. `seed_of_draw` tells the draws of a graph
+    apart."""
+    mixed = (int(seeds[0]) * 0x9E3779B97F4A7C15 + seed_of_draw) % 2**63
+    generator = torch.Generator(device).manual_seed(mixed)
+    value = torch.empty(size, dtype=dtype, device=device)
+    if kind == "bernoulli":
+        return value.bernoulli_(high, generator=generator)
+    if kind == "uniform":
+        return value.uniform_(generator=generator)
+    if kind == "normal":
+        return value.normal_(generator=generator)
+    return value.random_(int(low), int(high), generator=generator)
+
+
+@drawn.register_fake
+def _(
+    seeds: Tensor,
+    seed_of_draw: int,
+    kind: str,
+    low: float,
+    high: float,
+    size: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def can_be_seeded(node: fx.Node) -> bool:
+    """Whether an operator draws what `drawn` does, into memory without gaps."""
+    value = node.meta.get("val")
+    return node.target in _KINDS and isinstance(value, Tensor) and value.is_contiguous()
+
+
+def draw_by_number(node: fx.Node, seeds: fx.Node, seed_of_draw: int) -> None:
+    """Make `drawn` of an operator that `can_be_seeded`."""
+    value: Tensor = node.meta["val"]
+    kind = _KINDS[node.target]  # type: ignore[index]
+    low, high = _bounds(node, kind)
+    node.target = torch.ops.interlace.drawn.default
+    node.args = (
+        seeds, seed_of_draw, kind, low, high, [int(n) for n in value.shape], value.dtype,
+        value.device,
+    )  # fmt: skip
+    node.kwargs = {}
+
+
+def _bounds(node: fx.Node, kind: str) -> tuple[float, float]:
+    numbers: list[Any] = [each for each in node.args if isinstance(each, int | float)]
+    if kind == "bernoulli":
+        return 0.0, float(numbers[0]) if numbers else float(node.kwargs.get("p", 0.5))  # type: ignore[arg-type]
+    if kind == "integers":
+        *low, high = numbers
+        return float(low[0]) if low else 0.0, float(high)
+    return 0.0, 1.0
+
+
+def draws_values(graph: fx.Graph) -> bool:
+    """Whether a forward draws numbers beside dropout."""
+    return any(node.target == torch.ops.interlace.drawn.default for node in graph.nodes)
+
+
+def refuse_evaluation(graph: fx.Graph) -> None:
+    """Raise InputError for a forward that draws numbers: what it is without them is not known."""
+    if draws_values(graph):
+        raise InputError(
+            "the forward draws random numbers beside dropout, and what it is without them is not "
+            "known to a step that was compiled for training",
+            hint="evaluate the module itself, after module.eval()",
+        )
