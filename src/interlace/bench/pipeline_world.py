@@ -59,7 +59,24 @@ class BenchBlock(nn.Module):
         return x + self.narrow(nn.functional.gelu(self.wide(self.second_norm(x))))
 
 
-class Gpt(nn.Module):
+class GptChunk(nn.Module):
+    """Some blocks of a GPT, by number; its embedding before and its head behind them, if it has
+    them."""
+
+    words: nn.Embedding | None
+    blocks: nn.ModuleDict
+    head: nn.Linear | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or activations to activations or logits."""
+        if self.words is not None:
+            x = self.words(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+class Gpt(GptChunk):
     """Some blocks of a GPT, with the embedding or the head if it has them."""
 
     def __init__(self, size: Mapping[str, int], chunk: int = 0, chunks: int = 1) -> None:
@@ -73,14 +90,6 @@ class Gpt(nn.Module):
         self.words = words if chunk == 0 else None
         self.blocks = nn.ModuleDict({str(k): every[k] for k in range(first, last)})
         self.head = head if chunk == chunks - 1 else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens or activations to activations or logits."""
-        if self.words is not None:
-            x = self.words(x)
-        for block in self.blocks.values():
-            x = block(x)
-        return x if self.head is None else self.head(x)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from interlace.bench.pipeline_rivals import build_rival
 from interlace.bench.pipeline_world import (
     LIMIT,
     BenchBlock,
+    GptChunk,
     Way,
     batches_of,
     check_same,
@@ -37,7 +38,7 @@ from interlace.config import PlanConfig
 from interlace.ranks.launched import follow_launcher
 
 
-class UnevenGpt(nn.Module):
+class UnevenGpt(GptChunk):
     """Some units of a GPT whose blocks have MLPs of different widths: the embedding, blocks, the
     head, numbered in this order."""
 
@@ -55,14 +56,6 @@ class UnevenGpt(nn.Module):
             {str(k): every[k] for k in range(size.blocks) if first <= k + 1 < last}
         )
         self.head = head if last == size.blocks + 2 else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens or activations to activations or logits."""
-        if self.words is not None:
-            x = self.words(x)
-        for block in self.blocks.values():
-            x = block(x)
-        return x if self.head is None else self.head(x)
 
 
 def our_way(size: UnevenSize, way: Mapping[str, Any], mesh: DeviceMesh) -> Way:

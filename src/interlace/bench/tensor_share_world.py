@@ -33,6 +33,7 @@ from interlace.bench.pipeline_rivals import build_rival
 from interlace.bench.pipeline_world import (
     LIMIT,
     Batch,
+    GptChunk,
     Way,
     batches_of,
     check_same,
@@ -83,7 +84,7 @@ class SplitBlock(nn.Module):
         return x + self.narrow(nn.functional.gelu(self.wide(self.second_norm(x))))
 
 
-class SplitGpt(nn.Module):
+class SplitGpt(GptChunk):
     """Some blocks of a GPT under tensor parallelism, with the embedding or the head if it has
     them, which are whole on every rank."""
 
@@ -99,14 +100,6 @@ class SplitGpt(nn.Module):
         self.head = head if chunk == chunks - 1 else None
         for block in self.blocks.values():
             parallelize_module(block, mesh, _PLAN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens or activations to activations or logits."""
-        if self.words is not None:
-            x = self.words(x)
-        for block in self.blocks.values():
-            x = block(x)
-        return x if self.head is None else self.head(x)
 
 
 def our_way(size: ShareSize, schedule: str, chunks: int, mesh: DeviceMesh) -> tuple[Way, Step]:
