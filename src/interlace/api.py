@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from interlace.parallel.data import DataLayout
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import PIPELINE_AXIS
 from interlace.ranks.agree import check_contents, refused_together
-from interlace.ranks.determinism import check_current, warn_of_other_bits
+from interlace.ranks.determinism import warn_of_other_bits
+from interlace.runtime.batch_form import BatchForm
 from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.gradients import ParameterGradients
@@ -53,7 +55,7 @@ Batch = tuple[Tensor, ...]
 def compile_step(
     module: nn.Module,
     loss_fn: LossFunction,
-    example_inputs: Batch,
+    example_inputs: Any,
     *,
     mesh: DeviceMesh | None = None,
     strands: int = 2,
@@ -67,34 +69,34 @@ def compile_step(
     """A step of `module` whose micro-batches are interleaved in a planned order.
 
     `loss_fn(module, *batch)` calls the module and returns a scalar, or a tuple of it and of tensors
-    for `step.results`; `example_inputs` is one batch, and all later ones have its shapes, dtypes
-    and device. The module is on its device and laid out over ranks; `mesh` names the axes of its
-    collectives. Gradients are averaged over an axis `dp_replicate`, whose ranks hold equal weights
-    and see different data. `strands=1` runs the same graphs one micro-batch after the other.
-    `schedule` takes the place of `strands`: `one_strand`, `two_strand`, `folded`, or a function of
-    your own (docs/concepts/schedules.md), itself or as `"module:function"`. An axis `pp` of `mesh`
-    is a pipeline: its ranks run the chunks of such a schedule, each builds the whole module, and
-    afterwards has gradients of its own stage. Chunks have equal shares of the arithmetic, or begin
-    with the sub-modules that `split_at` names, without the first; `wait_s` bounds each wait for
-    another rank. `config` says how the order is found, `overlap` whether collectives are cut into
-    sends under partial matmuls. Masks of dropout follow from torch's seed at this call, step and
-    micro-batch. `per_rank` names plain parameters and buffers of which each rank has its own.
+    for `step.results`; `example_inputs` is one batch, any tree of tensors, and all later ones have
+    its form, shapes, dtypes and device. The module is on its device and laid out over ranks; `mesh`
+    names the axes of its collectives. Gradients are averaged over an axis `dp_replicate`, whose
+    ranks hold equal weights and see different data. `strands=1` runs the same graphs one
+    micro-batch after the other. `schedule` takes the place of `strands`: `one_strand`,
+    `two_strand`, `folded`, or a function of your own (docs/concepts/schedules.md), itself or as
+    `"module:function"`. An axis `pp` of `mesh` is a pipeline: its ranks run the chunks of such a
+    schedule, each builds the whole module, and afterwards has gradients of its own stage. Chunks
+    have equal shares of the arithmetic, or begin with the sub-modules that `split_at` names,
+    without the first; `wait_s` bounds each wait for another rank. `config` says how the order is
+    found, `overlap` whether collectives are cut into sends under partial matmuls. Masks of dropout
+    follow from torch's seed at this call, step and micro-batch. `per_rank` names plain parameters
+    and buffers of which each rank has its own.
 
     One strand and two give the same bits; on CUDA only with deterministic kernels: set
     CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before
     `init_process_group`. Else this call warns, and `step.nondeterminism` has the reasons.
 
     Collective on the default process group, whose ranks must all run the same program; one process
-    needs none. Hold `loss_parallel()` around the call if the loss needs it. Raises InputError for
-    what cannot be traced, with the sub-module and the line, for a mesh axis `dp_shard`, and for
-    inputs on a GPU that is not the current one.
+    needs none. Hold `loss_parallel()` around it if the loss needs that. Raises InputError for what
+    cannot be traced, with module and line, for a mesh axis `dp_shard`, and for inputs on a GPU that
+    is not the current one.
     """
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
-    chunk = ModuleWithLoss(module, loss_fn)
     with refused_together():
         found = _schedule(schedule, strands, pipeline_of(mesh))
-        check_example(example_inputs)
-        check_current(example_inputs[0].device)
+        check_example(example := (form := BatchForm(example_inputs)).example)
+        chunk = ModuleWithLoss(module, loss_fn, form)
         check_wrappers(module)
         refuse_gradient_hooks(chunk)
         alike = ModuleAgreement(module, mesh, per_rank)
@@ -103,20 +105,20 @@ def compile_step(
     # Where times decide what is decomposed, ranks exchange them while they trace.
     with nullcontext() if overlap.decompose == "auto" else refused_together():
         data = replicas_of(chunk, mesh, dtype)
-        link = _link(chunk, mesh, example_inputs, wait_s)
-        traced = _traced(chunk, example_inputs, mesh, data, dtype, overlap)
+        link = _link(chunk, mesh, example, wait_s)
+        traced = _traced(chunk, example, mesh, data, dtype, overlap)
         whole = (candidates := traced(schedule=found, split_at=split_at)).whole
         check_loss(whole.measured)
         assert whole.reads is not None
-        binding = ModuleBinding(chunk, whole.reads, example_inputs[0].device)
+        binding = ModuleBinding(chunk, whole.reads, example[0].device)
     alike.check_traced(whole)
     has_replicas = replica_group(chunk, mesh) is not None
     gradients = ParameterGradients(
         chunk, whole.held_parameters, whole.placements, dtype, replicas=has_replicas
     )
-    times = _times(config, example_inputs, gradients.constants)
+    times = _times(config, example, gradients.constants)
     compilation = Compilation(candidates, _settings(config, overlap, whole, data), times)
-    tensors = UserModule(chunk, gradients, binding, example_inputs, alike)
+    tensors = UserModule(chunk, gradients, binding, form, alike)
     step = _step(compilation, found, tensors, data_rank_of(mesh, whole), link)
     check_contents(step.contents)
     warn_of_other_bits(step.nondeterminism)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,10 @@ class StepTensors(Protocol):
     @property
     def constants(self) -> Mapping[tuple[str, str], Tensor]:
         """What the graphs' inputs stand for, by (role, target)."""
+        ...
+
+    def flat(self, batches: Sequence[Any]) -> Sequence[Batch]:
+        """The tensors of each of these micro-batches, as users give them."""
         ...
 
     def refresh(self, batches: Sequence[Batch]) -> bool:
@@ -135,24 +139,25 @@ class Step:
         )
         return f"{text}, planned by {self.plan.search}: {phases})"
 
-    def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
+    def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
         """The mean loss of these micro-batches. The gradient (over an axis `dp_replicate` its
         mean) is added to `param.grad`, or put there if that is None.
 
         `param.grad` may be a buffer of this step: after `zero_grad()` the next step writes to
         the same memory, so clone what is needed longer.
         """
-        return self._run(micro_batches, None)
+        return self._run(self.tensors.flat(micro_batches), None)
 
-    def evaluate(self, micro_batches: Sequence[Batch]) -> Tensor:
+    def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
         """Their mean loss with the weights as they are now, on all ranks: forward only, nothing
         dropped, gradients left alone. Over data-parallel ranks it is that of each rank's own.
         Collective, as a step is."""
+        batches = self.tensors.flat(micro_batches)
         with torch.enable_grad():  # a caller's no_grad() changes nothing about a forward
-            replaced = self.tensors.refresh(micro_batches)
+            replaced = self.tensors.refresh(batches)
         if replaced:
             self._rebind()
-        self.evaluated = self.executor.evaluate(micro_batches)
+        self.evaluated = self.executor.evaluate(batches)
         return torch.stack(self.evaluated).mean()
 
     @property
@@ -178,14 +183,14 @@ class Step:
         """
         self.tensors.check_ranks()
 
-    def record(self, micro_batches: Sequence[Batch], label: str = "step") -> Timeline:
+    def record(self, micro_batches: Sequence[Any], label: str = "step") -> Timeline:
         """The same step, recorded operator by operator: what was hidden and what was exposed."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         recorder = Recorder(self.strands.op_graphs, self._clock.restarted())
-        self._run(micro_batches, recorder)
+        self._run(self.tensors.flat(micro_batches), recorder)
         return recorder.timeline(label, rank)
 
-    def compare(self, micro_batches: Sequence[Batch], *, repeats: int = 3) -> StepComparison:
+    def compare(self, micro_batches: Sequence[Any], *, repeats: int = 3) -> StepComparison:
         """This step against plain autograd on the same module and micro-batches: losses, every
         gradient by name, and times of `repeats` steps of both in turn. `print(found.summary())`
 
@@ -209,21 +214,22 @@ class Step:
                 "the step draws random numbers, as for dropout, and eager PyTorch draws others",
                 hint="compile the module with dropout 0 and without noise, and compare that",
             )
-        tensors.refresh(micro_batches)
+        batches = tensors.flat(micro_batches)
+        tensors.refresh(batches)
         number = self.number
 
         def losses() -> list[Tensor]:
-            self._run(micro_batches, None)
+            self._run(batches, None)
             return self.losses
 
         try:
             return compare_with_eager(
-                tensors.chunk, losses, micro_batches, data=self.strands.data, repeats=repeats
+                tensors.chunk, losses, batches, data=self.strands.data, repeats=repeats
             )
         finally:
             self.number = number
 
-    def record_pipeline(self, micro_batches: Sequence[Batch]) -> PipelineRecord:
+    def record_pipeline(self, micro_batches: Sequence[Any]) -> PipelineRecord:
         """The same step of a pipeline, with the times of the actions of all ranks, and the step
         that the simulator makes of them. Collective over the pipeline.
 
@@ -234,7 +240,7 @@ class Step:
                 "this step is none of a pipeline, and only one rank runs it",
                 hint="record() gives the timeline of this rank",
             )
-        self.losses, record = executor.record(self._begin(micro_batches))
+        self.losses, record = executor.record(self._begin(self.tensors.flat(micro_batches)))
         self.tensors.finish()
         return record
 

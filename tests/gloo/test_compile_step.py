@@ -253,7 +253,7 @@ def refused_by_one() -> list[str]:
         torch.manual_seed(1)
         model = nn.Linear(3, 2)
         inputs = batch()
-        wrong_inputs: Any = list(inputs) if mine else inputs
+        wrong_inputs: Any = set(inputs) if mine else inputs
         for example, loss in (
             (wrong_inputs, linear_loss),
             (inputs, branching_loss if mine else linear_loss),
@@ -269,9 +269,9 @@ def refused_by_one() -> list[str]:
 def test_what_one_rank_refuses_is_refused_on_all() -> None:
     """The others would wait for it in the next collective. They are told which rank, and why."""
     first, second = (r.value for r in run_ranks("test_compile_step:refused_by_one", 2))
-    assert second[0].startswith("InputError: example_inputs is a list")
+    assert second[0].startswith("InputError: example_inputs is set")
     assert second[1].startswith("InputError: ModuleWithLoss cannot be traced")
-    assert first[0].startswith("PeerError: rank 1 refused: example_inputs is a list")
+    assert first[0].startswith("PeerError: rank 1 refused: example_inputs is set")
     assert first[1].startswith("PeerError: rank 1 refused: ModuleWithLoss cannot be traced")
     assert first[2] == second[2]
 
@@ -356,10 +356,12 @@ def test_wrong_calls_are_refused() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(InputError, match=r"loss_fn gives float32\[4, 2\]"):
         interlace.compile_step(model, lambda m, x: m(x), batch()[:1])
-    with pytest.raises(InputError, match="example_inputs is a list"):
-        interlace.compile_step(model, linear_loss, list(batch()))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"example_inputs\[1\] is int"):
-        interlace.compile_step(model, linear_loss, (batch()[0], 3))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="example_inputs is generator"):
+        interlace.compile_step(model, linear_loss, (each for each in batch()))
+    with pytest.raises(InputError, match=r"example_inputs\[1\] is Linear"):
+        interlace.compile_step(model, linear_loss, (batch()[0], model))
+    with pytest.raises(InputError, match="example_inputs holds no tensor"):
+        interlace.compile_step(model, linear_loss, {"x": 3})
     with pytest.raises(InputError, match="depends on no parameter"):
         interlace.compile_step(model, lambda m, x: x.square().mean(), batch()[:1])
     with pytest.raises(InputError, match="strands = 3"):

@@ -15,6 +15,7 @@ eager_check.py        a step against eager autograd: losses, gradients, times
 user_module.py        a user's module with its loss, and its tensors
 gradients.py          buffers that graphs add to, handed out as `parameter.grad`
 clipping.py           the norm of gradients that lie on several ranks
+batch_form.py         batches of dicts and lists as tuples of tensors, and back
 step_inputs.py        what a user gives to a step, checked
 mesh_axes.py          what the axes of a user's mesh mean for a step
 same_module.py        what ranks that compile a module must hold alike

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from interlace.errors import InputError
 from interlace.parallel.meshes import REPLICATE_AXIS
+from interlace.ranks.determinism import check_current
 from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands
 
@@ -44,23 +45,23 @@ def check_loss(strands: Strands) -> None:
 
 
 def check_example(example: Batch) -> None:
-    """Raise InputError unless this is a tuple of plain tensors."""
-    if not isinstance(example, tuple) or not example:
+    """Raise InputError unless these, the tensors of a batch, are plain ones on the current
+    device."""
+    if not example:
         raise InputError(
-            f"example_inputs is a {type(example).__name__}, not a tuple of tensors",
-            hint="give one batch, as in (images, labels)",
+            "example_inputs holds no tensor", hint="give one batch, as in (images, labels)"
         )
     for index, value in enumerate(example):
-        strided = isinstance(value, Tensor) and value.layout == torch.strided
+        strided = value.layout == torch.strided
         if not strided or isinstance(value, DTensor) or value.requires_grad:
-            what = "a tensor that requires a gradient" if isinstance(value, Tensor) else ""
-            if isinstance(value, Tensor) and not strided:
-                what = f"a tensor of layout {value.layout}"
+            what = f"of layout {value.layout}"
+            if strided:
+                what = "a DTensor" if isinstance(value, DTensor) else "one that needs a gradient"
             raise InputError(
-                f"example_inputs[{index}] is {what or type(value).__name__}, not a plain tensor",
-                hint="pass tensors that need no gradient; other values belong into loss_fn or "
-                "the module",
+                f"tensor {index} of example_inputs is {what}, not a plain tensor",
+                hint="pass plain tensors; what is trained belongs into the module",
             )
+    check_current(example[0].device)
 
 
 def check_batches(micro_batches: Sequence[Batch], example: Batch) -> None:

@@ -1,11 +1,13 @@
 """A user's module as a step needs it: traced with its loss, and its tensors watched."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from interlace.parallel.local_parts import local
+from interlace.runtime.batch_form import BatchForm
 from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.clipping import total_norm
 from interlace.runtime.executor import Batch
@@ -30,13 +32,14 @@ class UserModule:
         chunk: "ModuleWithLoss",
         gradients: ParameterGradients,
         binding: ModuleBinding,
-        example: Batch,
+        form: BatchForm,
         alike: ModuleAgreement,
     ) -> None:
         self._chunk = chunk
         self._gradients = gradients
         self._binding = binding
-        self._example = example
+        self._form = form
+        self._example = form.example
         self.check_ranks = alike.check
 
     @property
@@ -84,6 +87,13 @@ class UserModule:
             names = [name for name in names if handovers.owner(name) == handovers.rank]
         return total_norm(self.gradients(names), link, self._example[0].device)
 
+    def flat(self, batches: Sequence[Any]) -> list[Batch]:
+        """The tensors of micro-batches. Raises InputError for one of another form than the
+        example's."""
+        if self._form.is_plain:
+            return list(batches)
+        return [self._form.flat(each, f"micro-batch {n}") for n, each in enumerate(batches)]
+
     def refresh(self, batches: Sequence[Batch]) -> bool:
         """Whether parameters or buffers were replaced. Raises InputError for micro-batches unlike
         the example, and RunError for a module that is no longer what was compiled."""
@@ -107,15 +117,20 @@ class UserModule:
 class ModuleWithLoss(nn.Module):
     """The module with its loss, which is traced as one."""
 
-    def __init__(self, module: nn.Module, loss_fn: LossFunction) -> None:
+    def __init__(
+        self, module: nn.Module, loss_fn: LossFunction, form: BatchForm | None = None
+    ) -> None:
+        """`form` puts batches together for `loss_fn`; without it they are tuples of tensors."""
         super().__init__()
         self.module = module
         self.loss_fn = loss_fn
+        self.arguments = None if form is None or form.is_plain else form.arguments
 
     def forward(self, *batch: Tensor) -> Tensor | tuple[Tensor, ...]:
         """A scalar, equal on all ranks of the mesh that share it; with what `loss_fn` gives beside
         it, if it gives a tuple."""
-        loss = self.loss_fn(self.module, *batch)
+        given = batch if self.arguments is None else self.arguments(batch)
+        loss = self.loss_fn(self.module, *given)
         if isinstance(loss, tuple):
             return _whole(loss[0]), *(_whole(each).detach() for each in loss[1:])
         return _whole(loss)

@@ -248,6 +248,10 @@ class TrainedWeights:
         self._weights = weights
         self._placements = placements
 
+    def flat(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """They are tuples of tensors."""
+        return batches
+
     def refresh(self, batches: Sequence[Batch]) -> bool:
         """The masters never move."""
         return False
