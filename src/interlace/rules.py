@@ -261,12 +261,6 @@ def _check_pipeline(config: RunConfig) -> None:
             )
         return
     where = f"parallel.pipeline = {stages}"
-    if config.parallel.data_shard != 1 and config.parallel.zero != 1:
-        raise InputError(
-            f"{where} beside parallel.data_shard = {config.parallel.data_shard} and parallel.zero "
-            f"= {config.parallel.zero}: the graphs of a stage compute with whole weights",
-            hint="set parallel.zero to 1, which shards masters and optimizer state",
-        )
     if config.strands != "2":
         raise InputError(
             f"{where} runs strands as pipeline.schedule says, and strands = {config.strands!r}",

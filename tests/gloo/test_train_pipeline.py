@@ -191,10 +191,34 @@ def test_ranks_of_a_stage_share_its_optimizer(
     assert norms[0] == pytest.approx(norms[1], rel=1e-12)
 
 
-@pytest.mark.parametrize(("source", "layout"), [("zero", {"parallel__data_replicate": 2}),
-                                                ("zero-whole", ZERO)])  # fmt: skip
+ZERO3 = ZERO | {"parallel__zero": 3}
+
+
+@pytest.mark.parametrize(
+    ("out", "ranks", "settings"),
+    [
+        ("gathered", 4, {}),
+        ("gathered-bfloat16", 4, {"train__dtype": "bfloat16", "pipeline__schedule": "folded"}),
+        ("gathered-again", 4, {"pipeline__schedule": "zb_v", "train__recompute": "layer"}),
+        ("gathered-tensor", 8, {"parallel__tensor": 2, "pipeline__schedule": "dual_pipe_v"}),
+    ],
+)
+def test_stages_gather_their_weights(
+    runs: Runs, out: str, ranks: int, settings: dict[str, Any]
+) -> None:
+    """ZeRO-3 in a stage, with a head tied to the embedding of another one: the losses of whole
+    weights, to the last bit."""
+    runs.train(f"{out}-whole", ranks, **PIPELINE | settings | ZERO)
+    runs.train(out, ranks, **PIPELINE | settings | ZERO3)
+    assert numbers(runs, out) == numbers(runs, f"{out}-whole")
+
+
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [("zero", {"parallel__data_replicate": 2}), ("zero-whole", ZERO3), ("gathered", ZERO)],
+)
 def test_checkpoints_of_a_shared_optimizer(runs: Runs, source: str, layout: dict[str, Any]) -> None:
-    """What ranks saved in parts others take up whole, and the other way round."""
+    """What ranks saved in parts others take up whole, or in other parts."""
     settings = PIPELINE | layout | {"checkpoint__every": 0}
     runs.train(f"{source}-on", 4, **settings, checkpoint__resume=runs.checkpoint(source, SAVED))
     assert runs.losses(f"{source}-on") == runs.losses(source)[SAVED:]

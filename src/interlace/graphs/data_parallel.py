@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from interlace.errors import InputError
+from interlace.graphs.op_graphs import is_free
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, output_node
 from interlace.graphs.writer import GraphWriter
 from interlace.parallel.data import Bucket, DataLayout, Weight
@@ -24,38 +25,105 @@ from interlace.parallel.data import Bucket, DataLayout, Weight
 aten = torch.ops.aten
 
 
-def gather_each(strand: StrandGraph, layout: DataLayout) -> StrandGraph:
-    """`strand` with its sharded weights gathered; changes its graph."""
+def gather_each(
+    strand: StrandGraph, layout: DataLayout, chunk_of: dict[str, int] | None = None
+) -> StrandGraph:
+    """`strand` with its sharded weights gathered; changes its graph.
+
+    `chunk_of` has the chunk of each operator, by name, where the graph will be cut: a bucket is
+    then gathered in each chunk that reads it, and the operators that do so are added."""
     graph = strand.graph
     placeholders = {
         binding.target: node
         for node in graph.find_nodes(op="placeholder")
         if (binding := strand.bindings[node.name]).role == "parameter"
     }
+    buckets = [
+        (bucket, {w: n for w in bucket.weights for n in _named(placeholders, w) if bucket.sharded})
+        for bucket in layout.buckets
+    ]
+    uses = [
+        (bucket, chunk, nodes, users)
+        for bucket, nodes in buckets
+        for chunk, users in _users_by_chunk(graph, nodes, chunk_of).items()
+    ]
     place = {node: index for index, node in enumerate(graph.nodes)}
-    uses = []
-    for bucket in layout.buckets:
-        nodes = {w: n for w in bucket.weights for n in _named(placeholders, w) if bucket.sharded}
-        if nodes:
-            uses.append((bucket, {w: _first_user(n, place) for w, n in nodes.items()}, nodes))
-    uses.sort(key=lambda use: min(place[user] for user in use[1].values()))
+    firsts = [{w: min(own, key=place.__getitem__) for w, own in use[3].items()} for use in uses]
+    order = sorted(range(len(uses)), key=lambda i: min(place[user] for user in firsts[i].values()))
     bindings = dict(strand.bindings)
-    before: fx.Node | None = None
-    for bucket, users, nodes in uses:
-        first = min(users.values(), key=place.__getitem__)
+    shards: dict[int, fx.Node] = {}
+    before: dict[int, fx.Node] = {}
+    for number in order:
+        bucket, chunk, nodes, users = uses[number]
+        first = min(firsts[number].values(), key=place.__getitem__)
         writer = GraphWriter(graph, bindings, like=next(iter(nodes.values())))
-        shard = writer.placeholder(
-            f"shard_{bucket.index}", Binding("shard", str(bucket.index)), _shard(bucket, layout)
-        )
-        gathered = _all_gather(writer.at(before or first), shard, layout)
-        for weight, node in nodes.items():
-            whole = _unpack(writer.at(users[weight]), gathered, bucket, weight, layout)
-            node.replace_all_uses_with(whole)
+        if bucket.index not in shards:
+            shards[bucket.index] = writer.placeholder(
+                f"shard_{bucket.index}", Binding("shard", str(bucket.index)), _shard(bucket, layout)
+            )
+        shard = shards[bucket.index]
+        gathered = _all_gather(writer.at(before.get(chunk) or first), shard, layout)
+        for weight, own in users.items():
+            whole = _unpack(writer.at(firsts[number][weight]), gathered, bucket, weight, layout)
+            for user in own:
+                user.replace_input_with(nodes[weight], whole)
+        before[chunk] = first
+    for _, nodes in buckets:
+        for node in nodes.values():
             bindings.pop(node.name)
             graph.erase_node(node)
-        before = first
+    if chunk_of is not None:
+        _number_new(graph, chunk_of)
     strand.module.recompile()
     return StrandGraph(strand.name, strand.module, bindings)
+
+
+def _users_by_chunk(
+    graph: fx.Graph, nodes: dict[Weight, fx.Node], chunk_of: dict[str, int] | None
+) -> dict[int, dict[Weight, list[fx.Node]]]:
+    """Who reads the weights of a bucket, by chunk; all in one without `chunk_of`."""
+    found: dict[int, dict[Weight, list[fx.Node]]] = {}
+    for weight, node in nodes.items():
+        if chunk_of is not None:
+            _split_views(graph, node, chunk_of)
+        for user in node.users:
+            chunk = 0 if chunk_of is None else _chunk_of(user, chunk_of)
+            found.setdefault(chunk, {}).setdefault(weight, []).append(user)
+    return found
+
+
+def _split_views(graph: fx.Graph, node: fx.Node, chunk_of: dict[str, int]) -> None:
+    """Copy views of a weight that operators of several chunks read, so that each has its own."""
+    for view in [user for user in node.users if is_free(user)]:
+        _split_views(graph, view, chunk_of)
+        readers: dict[int, list[fx.Node]] = {}
+        for user in view.users:
+            readers.setdefault(_chunk_of(user, chunk_of), []).append(user)
+        for chunk in sorted(readers)[1:]:
+            with graph.inserting_after(view):
+                copy = graph.node_copy(view)
+            for reader in readers[chunk]:
+                reader.replace_input_with(view, copy)
+
+
+def _chunk_of(node: fx.Node, chunk_of: dict[str, int]) -> int:
+    """Of an operator, or of the operators behind a view, which are of one chunk."""
+    while node.name not in chunk_of:
+        if node.op == "output":
+            raise InputError(
+                "the forward keeps a view of a weight for the backward, and a stage gathers its "
+                "weights for each of them",
+                hint="set parallel.zero to 1",
+            )
+        node = next(iter(node.users))
+    return chunk_of[node.name]
+
+
+def _number_new(graph: fx.Graph, chunk_of: dict[str, int]) -> None:
+    """Operators that gather are of the chunk that reads what they gather."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not is_free(node) and node.name not in chunk_of:
+            chunk_of[node.name] = _chunk_of(next(iter(node.users)), chunk_of)
 
 
 def gather_once(forward: StrandGraph, layout: DataLayout) -> StrandGraph:
@@ -158,10 +226,6 @@ def _placeholders(strand: StrandGraph, role: str, weight: Weight) -> list[tuple[
 
 def _input(strand: StrandGraph, name: str) -> fx.Node:
     return next(node for node in strand.graph.find_nodes(op="placeholder") if node.name == name)
-
-
-def _first_user(node: fx.Node, place: dict[fx.Node, int]) -> fx.Node:
-    return min(node.users, key=lambda user: place[user])
 
 
 def _any_value(strand: StrandGraph) -> fx.Node:

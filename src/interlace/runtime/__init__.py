@@ -3,6 +3,7 @@
 traced_strands.py     from a laid-out module to graphs that can be planned and run
 candidates.py         graphs to choose from: passes decomposed or whole, folded or not
 chunks.py             graphs of a model cut into those of its chunks, which ranks share
+stage_gathers.py      weights that the chunks of a stage gather
 handovers.py          what chunks hand to each other
 executor.py           one optimizer step, action by action, operators issued in plan order
 pipeline_executor.py  the same on a rank of a pipeline, with what it sends and receives

@@ -16,6 +16,7 @@ from interlace.ir.actions import Direction, Share, Strand, steady_phase
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
 from interlace.ir.plan import Plan
+from interlace.parallel.data import DataLayout
 from interlace.runtime.chunks import Placement, in_chunks, one_rank
 from interlace.runtime.traced_strands import FORWARD, Strands
 from interlace.schedules.finder import Schedule
@@ -62,14 +63,17 @@ def trace_candidates(
     schedule: Schedule,
     plain: bool = False,
     split_at: Sequence[str] = (),
+    data: DataLayout | None = None,
 ) -> Candidates:
     """What can be chosen for a run by this schedule; with `plain` graphs where nothing is
     decomposed are among them in any case. `trace` is called once or twice, on all ranks alike.
-    `split_at` names the sub-modules with which chunks begin, but the first.
+    `split_at` names the sub-modules with which chunks begin, but the first; `data` says how the
+    ranks of a stage share weights that they gather for each pass.
 
     Raises InputError if the ends alone cannot run decomposed and `passes` asks for it."""
     if schedule.chunks > 1 or schedule.cuts_backwards or not schedule.is_alone:
-        return _folded(trace, decompose, passes, schedule, split_at, plain=plain)
+        placement = replace(_placement(schedule, split_at), data=data)
+        return _folded(trace, decompose, passes, schedule, placement, plain=plain)
     if split_at:
         raise InputError(
             f"split_at names {len(split_at)} sub-modules, and schedule {schedule.name!r} has one "
@@ -101,7 +105,7 @@ def _folded(
     decompose: Decompose | None,
     passes: Passes,
     schedule: Schedule,
-    split_at: Sequence[str],
+    placement: Placement,
     *,
     plain: bool,
 ) -> Candidates:
@@ -112,7 +116,6 @@ def _folded(
             "chunks on a rank",
             hint='set overlap.passes to "all"',
         )
-    placement = _placement(schedule, split_at)
     everywhere = in_chunks(trace(decompose), placement)
     whole = everywhere
     if plain and decompose is not None:

@@ -18,7 +18,9 @@ from interlace.graphs.trace import Binding
 from interlace.ir.actions import Direction, Share, Strand, strand
 from interlace.ir.chunk_graphs import chunk_graphs
 from interlace.ir.graph import OpGraph
+from interlace.parallel.data import DataLayout
 from interlace.runtime.handovers import Carried, Handovers, Route
+from interlace.runtime.stage_gathers import gathered_in_chunks
 from interlace.runtime.traced_strands import BACKWARD, FORWARD, Strands
 
 _Halves = tuple[Cut, list[str], dict[str, str]]
@@ -44,6 +46,8 @@ class Placement:
     split_at: tuple[str, ...] = ()
     """The sub-modules with which chunks begin, but the first; by default chunks have equal shares
     of the arithmetic."""
+    data: DataLayout | None = None
+    """How the ranks of a stage share its weights, if they gather them for each pass."""
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -67,7 +71,7 @@ def in_chunks(strands: Strands, placement: Placement) -> Strands:
                 f"the graph {name!r} cannot be cut into chunks",
                 hint='set overlap.passes to "all", or overlap.decompose to "off"',
             )
-    return _Chunking(strands, placement).made()
+    return _chunking(strands, placement).made()
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class ChunkedModel:
 
 def chunked(strands: Strands, placement: Placement) -> ChunkedModel:
     """The chunks of all ranks. Raises InputError as `in_chunks`."""
-    chunking = _Chunking(strands, placement)
+    chunking = _chunking(strands, placement)
     _, graphs = chunking.of_chunks(range(len(placement.rank_of)))
     return ChunkedModel(graphs, chunking.handovers())
 
@@ -151,15 +155,37 @@ def ends_at(forward: GraphPart, modules: Sequence[str]) -> list[int]:
     return found
 
 
+def _chunking(strands: Strands, placement: Placement) -> "_Chunking":
+    """The cut, decided on graphs that read whole weights; they are gathered in its chunks."""
+    whole = _Chunking(strands, placement)
+    if placement.data is None:
+        return whole
+    chunk_of = {name: dict(own) for name, own in whole.chunk_of.items()}
+    return _Chunking(
+        gathered_in_chunks(strands, placement.data, chunk_of), placement, (chunk_of, whole)
+    )
+
+
 class _Chunking:
-    def __init__(self, strands: Strands, placement: Placement) -> None:
+    def __init__(
+        self,
+        strands: Strands,
+        placement: Placement,
+        settled: "tuple[Mapping[str, Mapping[str, int]], _Chunking] | None" = None,
+    ) -> None:
+        """`settled` has the chunk of each operator, by graph and name, and the same cut of graphs
+        with whole weights."""
         self.strands = strands
         self.placement = placement
         self.count = len(placement.rank_of)
+        self._whole = self if settled is None else settled[1]
         forward, backward = strands.parts[FORWARD], strands.parts[BACKWARD]
-        ends = self._ends(forward)
-        chunk_of = forward_chunks(forward, ends)
-        backward_of = backward_chunks(backward, forward, chunk_of)
+        if settled is None:
+            chunk_of = forward_chunks(forward, self._ends(forward))
+            backward_of = backward_chunks(backward, forward, chunk_of)
+        else:
+            chunk_of, backward_of = settled[0][FORWARD], settled[0][BACKWARD]
+        self.chunk_of = {FORWARD: chunk_of, BACKWARD: backward_of}
         numbers = range(self.count)
         self.forward_labels = [self._strand(Direction.FORWARD, chunk) for chunk in numbers]
         self.backward_labels = self._backward_labels(Share.WHOLE)
@@ -235,7 +261,7 @@ class _Chunking:
             owners={
                 name: max(chunks) for name, chunks in _readers(self.backward, "gradient").items()
             },
-            readers=self._parameter_readers(),
+            readers=self._whole._parameter_readers(),
         )
 
     def _parameter_readers(self) -> dict[str, tuple[int, ...]]:

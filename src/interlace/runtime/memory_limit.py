@@ -56,8 +56,12 @@ def _of_cut_stage(config: RunConfig, module: nn.Module, held: Collection[str]) -
     cut = [each for each in weights if each.dim is not None]
     item = next(module.parameters()).element_size()
     separate = cut if config.train.dtype == "float32" else weights
+    whole = sum(each.elements for each in (cut if config.parallel.zero == 1 else ()))
+    whole += sum(each.elements for each in weights if each.dim is None)
+    shards = sum(parts[each] for each in cut) if config.parallel.zero == 3 else 0
     found = {
-        "weights": elements * item,
+        "weights": whole * item,
+        "weight shards": shards * item,
         "float32 masters": 4 * sum(parts[each] for each in separate),
         "gradient sums": 4 * elements,
         # Parts of gradients are views where the first dimension is cut.

@@ -65,6 +65,8 @@ class Strands:
     placements: Mapping[str, tuple[Placement, ...] | None]
     """Layout of each parameter's gradient over tensor-parallel ranks, None for plain tensors."""
     data: DataLayout | None
+    axes: Mapping[str, str]
+    """The mesh axis of each process group, by name."""
     not_repeated: str = ""
     """Why every block was traced though one of each kind was to be enough."""
     listing: Listing | None = None
@@ -308,6 +310,7 @@ def share(
         chunk.parameters,
         chunk.placements,
         data,
+        axes,
     )
 
 

@@ -16,7 +16,7 @@ from interlace.graphs.recompute import policy_of
 from interlace.graphs.wide_sums import wide_sums
 from interlace.ir.plan import Plan
 from interlace.measure.site_times import decompose_of
-from interlace.parallel.data import data_layout
+from interlace.parallel.data import data_layout, gathered_in_stage
 from interlace.parallel.meshes import StageGroups, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.ranks.device import check_device, claim_device, limit_waits
@@ -126,6 +126,7 @@ def _trace(
         schedule=schedule,
         plain=plain,
         split_at=config.pipeline.split_at,
+        data=gathered_in_stage(config, weights.module, setup.meshes),
     )
     reason = candidates.all.not_repeated
     if reason and setup.rank == 0:
@@ -135,9 +136,11 @@ def _trace(
     if held is not None and setup.stages is not None:
         _refuse_bare_stages(candidates.whole)
         cut_over = setup.meshes.weights if config.parallel.data_shard > 1 else None
-        weights.keep(held, setup.stages.stage, cut_over)
+        gathered = gathered_in_stage(config, weights.module, setup.meshes)
+        weights.keep(held, setup.stages.stage, cut_over, gathered)
     constants = {**weights.constants(), **weights.buffers()}
-    if data is not None and data.gathers_each and not isinstance(eager, EagerRunner):
+    gathers = weights.shards is not None or (data is not None and data.gathers_each)
+    if gathers and not isinstance(eager, EagerRunner):
         weights.drop_whole()
     settings = StepSettings(
         plan=config.plan,

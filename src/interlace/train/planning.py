@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from interlace.claims import refuse_in_live_run
 from interlace.compiled import Compilation, StepSettings
 from interlace.config import RunConfig, world_of
 from interlace.data.tokens import open_tokenizer
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
@@ -28,7 +30,7 @@ from interlace.hardware.cluster import Cluster
 from interlace.ir.noise import noise_of
 from interlace.ir.plan import to_text
 from interlace.models.transformers_model import published_sizes
-from interlace.parallel.data import data_layout
+from interlace.parallel.data import data_layout, gathered_in_stage
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.report.pipeline_picture import pipeline_png
@@ -40,7 +42,8 @@ from interlace.rules import check, resolve_layout
 from interlace.run_files import write_whole
 from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
-from interlace.runtime.traced_strands import build_strands
+from interlace.runtime.stage_gathers import timed_graphs
+from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import find, names
 from interlace.schedules.schedule_text import write_schedule
 from interlace.train.built_model import build_module, overridden_shape, published_shape
@@ -137,12 +140,13 @@ def _plan_stages(
     (_, layers, _), ranks = _shape(config), world_of(config.parallel)
     with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
         strands = trace_fake(config, cluster).all
-    costs, origin = computed_costs(config, strands.op_graphs, cluster)
+    costs, origin = computed_costs(config, timed_graphs(strands), cluster)
     _say(f"costs: {origin}")
     settings = StepSettings(
         plan=config.plan, overlap=config.overlap, limits=memory_limits(config, strands.module, None)
     )
-    planner = StagePlanner(config, strands, costs, settings, machine_for(config, cluster))
+    machine = machine_for(config, cluster)
+    planner = StagePlanner(config, strands, costs, settings, machine, strands.data)
     with _stage("simulating schedules"):
         chosen = planner.step(own, config.pipeline.split_at)
         steps, left_out = steps_of_all(planner, map(find, names()), chosen)
@@ -167,7 +171,8 @@ def _plan_stages(
 
 def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
     """The graphs of one rank of `config` for two strands, traced on fake tensors; of a pipeline
-    those of the whole model, not cut. Collectives are decomposed by times of `cluster`, or else of
+    those of the whole model, not cut, with how ranks share weights that they will gather in
+    chunks. Collectives are decomposed by times of `cluster`, or else of
     the machine of the run file."""
     ranks, in_stages = world_of(config.parallel), config.parallel.pipeline > 1
     config = resolve_layout(config, ranks)
@@ -199,9 +204,15 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
                 recompute=policy_of(config.train),
                 repeat=True,
             )
+            staged = gathered_in_stage(config, module, meshes)
+
+            def traced(decompose: Decompose | None) -> Strands:
+                found = trace(decompose=decompose)
+                return replace(found, data=staged) if in_stages else found
+
             with loss_context(meshes.tensor):
                 return trace_candidates(
-                    lambda decompose: trace(decompose=decompose),
+                    traced,
                     decompose_of(config, cluster),
                     config.overlap.passes,
                     schedule=find("one_strand" if in_stages else "two_strand"),

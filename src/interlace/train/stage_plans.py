@@ -19,6 +19,7 @@ from interlace.ir.costs import CostTable
 from interlace.ir.graph import Kind, OpGraph
 from interlace.ir.phases import phase_graph
 from interlace.ir.stage_messages import Edge
+from interlace.parallel.data import DataLayout
 from interlace.parallel.meshes import PIPELINE_AXIS
 from interlace.report.stage_tables import StagedStep
 from interlace.runtime.chunks import ChunkedModel, Placement, chunked
@@ -46,6 +47,8 @@ class StagePlanner:
     settings: StepSettings
     machine: Machine
     """Whose links carry what goes from stage to stage."""
+    data: DataLayout | None = None
+    """How the ranks of a stage share weights that they gather for each pass."""
     _found: dict[str, int] = field(default_factory=dict)
     """Times of phases, by the digest of their graphs."""
     _models: dict[Placement, ChunkedModel] = field(default_factory=dict)
@@ -61,6 +64,7 @@ class StagePlanner:
                 rank_of=stage.rank_of,
                 halves=stage.cuts_backwards,
                 split_at=tuple(split_at),
+                data=self.data,
             )
         )
         actions = stage.with_edges(model.handovers.edges).lists(count)

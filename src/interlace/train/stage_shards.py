@@ -1,9 +1,10 @@
-"""ZeRO-1 in a stage of a pipeline: ranks that share a stage each own a part of its masters.
+"""ZeRO in a stage of a pipeline: ranks that share a stage each own a part of its masters.
 
-The graphs of a stage compute with whole weights, and its gradients are summed over the ranks that
-share it when the step ends. What ZeRO-1 (arXiv 1910.02054, P_os) shards is what comes after: a
-master, its gradient and its optimizer state are this rank's part along one dimension, and after the
-optimizer's step the parts are gathered into the module's whole parameters.
+The gradients of a stage are summed whole over the ranks that share it when the step ends. What
+ZeRO-1 (arXiv 1910.02054, P_os) shards is what comes after: a master, its gradient and its optimizer
+state are this rank's part along one dimension, and after the optimizer's step the parts are
+gathered into the module's whole parameters. With ZeRO-3 the graphs gather weights for each pass,
+from flat parts of buckets, and no rank keeps whole ones.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from interlace.parallel.data import Weight, cut, placements_of, split_weights
+from interlace.parallel.data import (
+    Bucket,
+    DataLayout,
+    Weight,
+    cut,
+    placements_of,
+    split_weights,
+    views,
+)
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import SHARD_AXIS
 
@@ -24,10 +33,15 @@ class StageShards:
     """Masters of a stage's weights, cut over the `dp_shard` ranks of `mesh`."""
 
     def __init__(
-        self, module: nn.Module, masters: Mapping[str, nn.Parameter], mesh: DeviceMesh
+        self,
+        module: nn.Module,
+        masters: Mapping[str, nn.Parameter],
+        mesh: DeviceMesh,
+        data: DataLayout | None = None,
     ) -> None:
         """`masters` are whole but for tensor parallelism, by the names of `module`; `mesh` is
-        `Meshes.weights`. Small weights that no dimension cuts into equal parts stay whole."""
+        `Meshes.weights`, and `data` the buckets that graphs gather, if they do. Small weights that
+        no dimension cuts into equal parts stay whole."""
         self._ranks, self._rank = mesh[SHARD_AXIS].size(), mesh.get_local_rank(SHARD_AXIS)
         self._group = mesh.get_group(SHARD_AXIS)
         found = split_weights(module, self._ranks)
@@ -38,6 +52,15 @@ class StageShards:
         }
         parameters = dict(module.named_parameters())
         self._whole = {name: local(parameters[name]) for name in self._cut}
+        gathered = [each for each in (data.buckets if data is not None else ()) if each.sharded]
+        self._buckets = {
+            each.index: each for each in gathered if any(w.name in self for w in each.weights)
+        }
+        """Those that graphs gather and that this rank has a master in."""
+        self.flat = {each.index: self._packed(each, parameters) for each in gathered}
+        """This rank's parts of a bucket one behind the other, in the type that graphs compute
+        with; of other stages too, until `free_others`, as operators are timed on the whole
+        model."""
 
     def __contains__(self, name: str) -> bool:
         """Whether this rank has only a part of that master."""
@@ -62,9 +85,37 @@ class StageShards:
     def _view(self, weight: Weight, whole: Tensor) -> Tensor:
         return cut(weight, whole, self._ranks, self._rank)
 
+    def _packed(self, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+        parts = [self._view(each, local(parameters[each.name])) for each in bucket.weights]
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    def free_whole(self) -> None:
+        """Give back the memory of whole weights that graphs gather."""
+        for name in self._gathered():
+            self._whole[name].untyped_storage().resize_(0)
+
+    def free_others(self) -> None:
+        """Give back the parts of buckets of other stages."""
+        for index, flat in self.flat.items():
+            if index not in self._buckets:
+                flat.untyped_storage().resize_(0)
+
+    def _gathered(self) -> list[str]:
+        names = (weight.name for bucket in self._buckets.values() for weight in bucket.weights)
+        return [name for name in names if name in self]
+
     @torch.no_grad()
     def publish(self) -> None:
-        """Gather the parts into the module's parameters, rounded to their type. Collective."""
+        """Make new masters what graphs compute with, rounded to its type: in the flat parts that
+        they gather, or gathered into the module's parameters. Collective."""
+        for index, bucket in self._buckets.items():
+            for name, part in views(bucket, self.flat[index], self._ranks).items():
+                if name in self:
+                    part.copy_(local(self.masters[name]))
+        if not self._buckets:
+            self._gather()
+
+    def _gather(self) -> None:
         of_type: dict[torch.dtype, list[Weight]] = {}
         for name, weight in self._cut.items():
             of_type.setdefault(self._whole[name].dtype, []).append(weight)

@@ -98,10 +98,15 @@ class MasterWeights:
                 local(parameter).copy_(source)
 
     def keep(
-        self, names: Collection[str], group: dist.ProcessGroup, cut_over: DeviceMesh | None
+        self,
+        names: Collection[str],
+        group: dist.ProcessGroup,
+        cut_over: DeviceMesh | None,
+        gathered: DataLayout | None = None,
     ) -> None:
         """Be master of these parameters only, those of a stage, as all ranks of `group` are; before
-        any gradient is summed. With `cut_over`, `Meshes.weights`, be master of a part of each."""
+        any gradient is summed. With `cut_over`, `Meshes.weights`, be master of a part of each;
+        `gathered` are the buckets that graphs gather."""
         self.group = group
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         kept = {id(parameters[name]) for name in names}
@@ -109,7 +114,7 @@ class MasterWeights:
         of_stage = {name for name, parameter in unique if id(parameter) in kept}
         self.masters = {n: master for n, master in self.masters.items() if n in of_stage}
         if cut_over is not None:
-            self.shards = StageShards(self.module, self.masters, cut_over)
+            self.shards = StageShards(self.module, self.masters, cut_over, gathered)
             self.masters = self.shards.masters
 
     @torch.no_grad()
@@ -117,6 +122,8 @@ class MasterWeights:
         """Free the module's parameters of other stages, which nothing may read any more; the number
         of bytes."""
         freed = 0
+        if self.shards is not None:
+            self.shards.free_others()
         for name, parameter in self.module.named_parameters():
             if name not in self.masters:
                 storage = local(parameter).untyped_storage()
@@ -130,6 +137,8 @@ class MasterWeights:
         for name, parameter in self.module.named_parameters():
             if self.data is not None and self._shards.is_sharded(name):
                 local(parameter).untyped_storage().resize_(0)
+        if self.shards is not None:
+            self.shards.free_whole()
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -208,6 +217,8 @@ class MasterWeights:
         if self.data is not None:
             shards = self._shards.computing
             found |= {("shard", str(index)): flat for index, flat in shards.items()}
+        if self.shards is not None:
+            found |= {("shard", str(index)): flat for index, flat in self.shards.flat.items()}
         return found
 
     def set_gradients(
