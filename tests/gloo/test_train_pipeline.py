@@ -169,56 +169,53 @@ def test_stages_of_several_ranks(runs: Runs, axis: str) -> None:
 
 
 ZERO = {"parallel__data_shard": 2, "parallel__zero": 1}
+ZERO3 = {"parallel__data_shard": 2, "parallel__zero": 3}
+SHARED: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero": (4, {}),
+    "bfloat16": (4, {"train__dtype": "bfloat16", "pipeline__schedule": "folded"}),
+    "tensor": (8, {"parallel__tensor": 2, "pipeline__schedule": "zb_v"}),
+    "context": (8, {"parallel__context": 2}),
+    "again": (4, {"pipeline__schedule": "zb_v", "train__recompute": "layer"}),
+}
+"""Runs whose stages have several ranks that see other data: ranks, and settings."""
 
 
-@pytest.mark.parametrize(
-    ("out", "ranks", "settings"),
-    [
-        ("zero", 4, {}),
-        ("zero-bfloat16", 4, {"train__dtype": "bfloat16", "pipeline__schedule": "folded"}),
-        ("zero-context", 8, {"parallel__context": 2}),
-        ("zero-tensor", 8, {"parallel__tensor": 2, "pipeline__schedule": "zb_v"}),
-    ],
-)
-def test_ranks_of_a_stage_share_its_optimizer(
-    runs: Runs, out: str, ranks: int, settings: dict[str, Any]
-) -> None:
+def shared(runs: Runs, name: str, kind: str, layout: dict[str, Any]) -> str:
+    """One of these with its weights shared so; run once."""
+    ranks, settings = SHARED[name]
+    out = name if name == kind else f"{name}-{kind}"
+    if not (runs.folder / out).exists():
+        runs.train(out, ranks, **PIPELINE | settings | layout)
+    return out
+
+
+@pytest.mark.parametrize("name", ["zero", "bfloat16", "tensor", "context"])
+def test_ranks_of_a_stage_share_its_optimizer(runs: Runs, name: str) -> None:
     """ZeRO-1 in a stage: the losses of whole masters on every rank of it, to the last bit."""
-    runs.train(f"{out}-whole", ranks, **PIPELINE | settings | {"parallel__data_replicate": 2})
-    runs.train(out, ranks, **PIPELINE | settings | ZERO)
-    assert runs.losses(out) == runs.losses(f"{out}-whole")
-    norms = [[e["grad_norm"] for e in runs.events(n, "step")] for n in (out, f"{out}-whole")]
+    whole = shared(runs, name, "whole", {"parallel__data_replicate": 2})
+    out = shared(runs, name, "zero", ZERO)
+    assert runs.losses(out) == runs.losses(whole)
+    norms = [[e["grad_norm"] for e in runs.events(n, "step")] for n in (out, whole)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-12)
 
 
-ZERO3 = ZERO | {"parallel__zero": 3}
-
-
-@pytest.mark.parametrize(
-    ("out", "ranks", "settings"),
-    [
-        ("gathered", 4, {}),
-        ("gathered-bfloat16", 4, {"train__dtype": "bfloat16", "pipeline__schedule": "folded"}),
-        ("gathered-again", 4, {"pipeline__schedule": "zb_v", "train__recompute": "layer"}),
-        ("gathered-tensor", 8, {"parallel__tensor": 2, "pipeline__schedule": "dual_pipe_v"}),
-    ],
-)
-def test_stages_gather_their_weights(
-    runs: Runs, out: str, ranks: int, settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("name", ["zero", "bfloat16", "tensor", "again"])
+def test_stages_gather_their_weights(runs: Runs, name: str) -> None:
     """ZeRO-3 in a stage, with a head tied to the embedding of another one: the losses of whole
     weights, to the last bit."""
-    runs.train(f"{out}-whole", ranks, **PIPELINE | settings | ZERO)
-    runs.train(out, ranks, **PIPELINE | settings | ZERO3)
-    assert numbers(runs, out) == numbers(runs, f"{out}-whole")
+    whole = shared(runs, name, "zero", ZERO)
+    out = shared(runs, name, "gathered", ZERO3)
+    assert numbers(runs, out) == numbers(runs, whole)
 
 
 @pytest.mark.parametrize(
     ("source", "layout"),
-    [("zero", {"parallel__data_replicate": 2}), ("zero-whole", ZERO3), ("gathered", ZERO)],
+    [("zero", {"parallel__data_replicate": 2}), ("whole", ZERO3), ("gathered", ZERO)],
 )
 def test_checkpoints_of_a_shared_optimizer(runs: Runs, source: str, layout: dict[str, Any]) -> None:
     """What ranks saved in parts others take up whole, or in other parts."""
+    layouts = {"zero": ZERO, "whole": {"parallel__data_replicate": 2}, "gathered": ZERO3}
+    source = shared(runs, "zero", source, layouts[source])
     settings = PIPELINE | layout | {"checkpoint__every": 0}
     runs.train(f"{source}-on", 4, **settings, checkpoint__resume=runs.checkpoint(source, SAVED))
     assert runs.losses(f"{source}-on") == runs.losses(source)[SAVED:]
