@@ -89,19 +89,22 @@ def test_checkpoints_go_on_with_another_number_of_stages(
     assert runs.losses(out) == runs.losses("one")[SAVED:]
 
 
-@pytest.mark.parametrize("layout", ["pipeline", "data_shard"])
-def test_weights_that_were_read_from_files(runs: Runs, layout: str) -> None:
+@pytest.mark.parametrize("axes", [("pipeline",), ("data_shard",), ("pipeline", "data_shard")])
+def test_weights_that_were_read_from_files(runs: Runs, axes: tuple[str, ...]) -> None:
     """An unmodified model of transformers whose weights safetensors has mapped: memory of what a
-    rank has not (of other stages, or shared with ZeRO-3) is given back all the same."""
+    rank has not (of other stages, shared with ZeRO-3, or both) is given back all the same."""
     folder = runs.folder / "published"
     if not folder.exists():
         save_small_llama(folder)
         runs.train("mapped", 1, **COMMON | published(folder))
-    settings = COMMON | published(folder) | {"strands": "2", f"parallel__{layout}": 2}
-    runs.train(f"mapped-{layout}", 2, **settings)
-    losses = runs.losses(f"mapped-{layout}")
-    if layout == "pipeline":
+    settings = COMMON | published(folder) | {"strands": "2"}
+    out = f"mapped-{'-'.join(axes)}"
+    runs.train(out, 2 ** len(axes), **settings | {f"parallel__{axis}": 2 for axis in axes})
+    losses = runs.losses(out)
+    if axes == ("pipeline",):
         assert losses == runs.losses("mapped")
+    if len(axes) == 2:
+        assert losses == pytest.approx(runs.losses("mapped-data_shard"), rel=1e-5)
     assert losses[-1] < losses[0] - 0.5
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -43,6 +43,14 @@ def slowdown(case: str, metric: str, ours: Sequence[float], baseline: Sequence[f
     return _paired(
         case, metric, ours, baseline, [o / b for o, b in zip(ours, baseline, strict=True)]
     )
+
+
+def predicted_over_measured(
+    case: str, predicted: Sequence[float], measured: Sequence[float]
+) -> ResultRow:
+    """Simulated times over measured ones, by pairs."""
+    row = speedup(case, "predicted_over_measured", measured, predicted)
+    return replace(row, ours=row.baseline, baseline=row.ours)
 
 
 def _paired(

@@ -17,7 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from interlace.bench.results import ResultRow, environment, speedup, write_json
+from interlace.bench.results import (
+    ResultRow,
+    environment,
+    predicted_over_measured,
+    speedup,
+    write_json,
+)
 from interlace.ranks.launch import launch
 from interlace.report.searched_build import usual_of
 from interlace.schedules.schedule_text import write_schedule
@@ -160,12 +166,8 @@ def rows_of(
         shown = best.schedule if name == _BEST else name
         ours = [ns / 1e6] * len(ms[name])
         rows.append(
-            _predicted(f"{shown}, {size.micro_batches} micro-batches, {EMULATED}", ours, ms[name])
+            predicted_over_measured(
+                f"{shown}, {size.micro_batches} micro-batches, {EMULATED}", ours, ms[name]
+            )
         )
     return rows
-
-
-def _predicted(case: str, predicted: list[float], measured: list[float]) -> ResultRow:
-    """The simulator's step over measured ones."""
-    row = speedup(case, "predicted_over_measured", measured, predicted)
-    return replace(row, ours=row.baseline, baseline=row.ours)

@@ -15,7 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from interlace.bench.results import ResultRow, environment, speedup, write_json
+from interlace.bench.results import (
+    ResultRow,
+    environment,
+    predicted_over_measured,
+    speedup,
+    write_json,
+)
 from interlace.bench.searched import EMULATED
 from interlace.errors import InputError, RunError
 from interlace.lab import hosts
@@ -125,19 +131,11 @@ def rows_of(size: ShareSize, points: list[dict[str, Any]]) -> list[ResultRow]:
             )
         )  # fmt: skip
         for name, _ in WAYS:
-            rows.append(predicted_row(f"{name}, {case}", point["predicted"][name], ms[name]))
+            predicted = [ns / 1e6 for ns in point["predicted"][name]]
+            rows.append(
+                predicted_over_measured(f"{name}, {case}", predicted, ms[name][: len(predicted)])
+            )
     return rows
-
-
-def predicted_row(case: str, predicted_ns: list[int], measured_ms: list[float]) -> ResultRow:
-    """Steps as the simulator makes them of recorded times over measured ones; pairs by turn."""
-    count = min(len(predicted_ns), len(measured_ms))
-    predicted = [ns / 1e6 for ns in predicted_ns[:count]]
-    row = speedup(case, "predicted_over_measured", measured_ms[:count], predicted)
-    return ResultRow(
-        case=case, metric=row.metric, ours=row.baseline, baseline=row.ours, ratio=row.ratio,
-        spread=row.spread,
-    )  # fmt: skip
 
 
 def formula_gain(size: ShareSize, apart: float, together: float) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from interlace.config import ParallelConfig, RunConfig
+from interlace.config import ParallelConfig
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -125,13 +125,14 @@ def data_layout(
     )
 
 
-def gathered_in_stage(config: RunConfig, module: nn.Module, meshes: Meshes) -> DataLayout | None:
+def gathered_in_stage(
+    config: ParallelConfig, module: nn.Module, meshes: Meshes
+) -> DataLayout | None:
     """The layout of weights that the graphs of a stage of a pipeline gather for each pass; None
     where they do not."""
-    parallel = config.parallel
-    if parallel.pipeline == 1 or parallel.zero != 3 or shards_of(parallel) == 1:
+    if config.pipeline == 1 or config.zero != 3 or shards_of(config) == 1:
         return None
-    return data_layout(module, parallel, meshes, torch.float32)
+    return data_layout(module, config, meshes, torch.float32)
 
 
 def shards_of(config: ParallelConfig) -> int:

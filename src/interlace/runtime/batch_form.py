@@ -40,12 +40,11 @@ class BatchForm:
 
     def __init__(self, example: Any) -> None:
         """Raises InputError for a value that is neither a tensor nor a number, a text or None."""
-        self.example: tuple[Tensor, ...] = ()
-        """The tensors of the example."""
         found: list[Tensor] = []
-        self._is_spread = isinstance(example, (tuple, list)) and type(example) in (tuple, list)
+        self._is_spread = type(example) in (tuple, list)
         self._root = _form_of(example, "example_inputs", found)
         self.example = tuple(found)
+        """The tensors of the example."""
         self.is_plain = self._is_spread and all(isinstance(each, Tensor) for each in example)
         """Whether a batch is a tuple or list of tensors."""
         self._make = _maker(self._root)

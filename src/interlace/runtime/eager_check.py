@@ -29,7 +29,7 @@ class GradientDifference:
     largest: float
     """Of the eager gradient's magnitudes."""
     difference: float
-    """The largest one; nan where either has a nan that the other has not."""
+    """The largest one; nan if either has a nan."""
 
     @property
     def relative(self) -> float:

@@ -119,6 +119,7 @@ def _trace(
     """The graphs among which the run chooses, and what stands for their inputs."""
     config, data, weights = setup.config, setup.weights.data, setup.weights
     example = setup.move(next(setup.batches()))
+    gathered = gathered_in_stage(config.parallel, weights.module, setup.meshes)
     candidates = trace_candidates(
         lambda decompose: _strands(setup, example, decompose),
         decompose_of(config.overlap, setup.device),
@@ -126,7 +127,7 @@ def _trace(
         schedule=schedule,
         plain=plain,
         split_at=config.pipeline.split_at,
-        data=gathered_in_stage(config, weights.module, setup.meshes),
+        data=gathered,
     )
     reason = candidates.all.not_repeated
     if reason and setup.rank == 0:
@@ -136,7 +137,6 @@ def _trace(
     if held is not None and setup.stages is not None:
         _refuse_bare_stages(candidates.whole)
         cut_over = setup.meshes.weights if config.parallel.data_shard > 1 else None
-        gathered = gathered_in_stage(config, weights.module, setup.meshes)
         weights.keep(held, setup.stages.stage, cut_over, gathered)
     constants = {**weights.constants(), **weights.buffers()}
     gathers = weights.shards is not None or (data is not None and data.gathers_each)

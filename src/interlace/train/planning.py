@@ -204,7 +204,7 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
                 recompute=policy_of(config.train),
                 repeat=True,
             )
-            staged = gathered_in_stage(config, module, meshes)
+            staged = gathered_in_stage(config.parallel, module, meshes)
 
             def traced(decompose: Decompose | None) -> Strands:
                 found = trace(decompose=decompose)

@@ -91,18 +91,16 @@ class StageShards:
 
     def free_whole(self) -> None:
         """Give back the memory of whole weights that graphs gather."""
-        for name in self._gathered():
-            self._whole[name].untyped_storage().resize_(0)
+        for bucket in self._buckets.values():
+            for weight in bucket.weights:
+                if weight.name in self:
+                    self._whole[weight.name].untyped_storage().resize_(0)
 
     def free_others(self) -> None:
         """Give back the parts of buckets of other stages."""
         for index, flat in self.flat.items():
             if index not in self._buckets:
                 flat.untyped_storage().resize_(0)
-
-    def _gathered(self) -> list[str]:
-        names = (weight.name for bucket in self._buckets.values() for weight in bucket.weights)
-        return [name for name in names if name in self]
 
     @torch.no_grad()
     def publish(self) -> None:
