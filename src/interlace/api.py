@@ -8,7 +8,7 @@ optimizer.step()
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.compiled import CachedTimes, Compilation, Constants, StepSettings
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
+from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
 from interlace.graphs.wide_sums import wide_sums
 from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import DataLayout
 from interlace.parallel.local_parts import local
-from interlace.parallel.meshes import PIPELINE_AXIS
 from interlace.ranks.agree import check_contents, refused_together
 from interlace.ranks.determinism import warn_of_other_bits
 from interlace.runtime.batch_form import BatchForm
@@ -35,14 +35,14 @@ from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.mesh_axes import (
     axis_of_group,
     data_rank_of,
-    pipeline_of,
     replica_group,
-    replicas_of,
 )
 from interlace.runtime.module_tree import refuse_gradient_hooks
 from interlace.runtime.same_module import ModuleAgreement
+from interlace.runtime.split_places import agreed_split
 from interlace.runtime.stage_link import StageLink
 from interlace.runtime.step_inputs import check_example, check_loss, check_wrappers
+from interlace.runtime.step_ranks import StepRanks
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.runtime.user_module import LossFunction, ModuleWithLoss, UserModule
 from interlace.schedules.finder import Schedule, ScheduleFunction, find
@@ -64,6 +64,7 @@ def compile_step(
     overlap: OverlapConfig | None = None,
     per_rank: Collection[str] = (),
     split_at: Sequence[str] = (),
+    stages: Sequence[DeviceMesh] = (),
     wait_s: float = WAIT_S,
 ) -> "Step":
     """A step of `module` whose micro-batches are interleaved in a planned order.
@@ -78,10 +79,12 @@ def compile_step(
     `"module:function"`. An axis `pp` of `mesh` is a pipeline: its ranks run the chunks of such a
     schedule, each builds the whole module, and afterwards has gradients of its own stage. Chunks
     have equal shares of the arithmetic, or begin with the sub-modules that `split_at` names,
-    without the first; `wait_s` bounds each wait for another rank. `config` says how the order is
-    found, `overlap` whether collectives are cut into sends under partial matmuls. Masks of dropout
-    follow from torch's seed at this call, step and micro-batch. `per_rank` names plain parameters
-    and buffers of which each rank has its own.
+    without the first; `wait_s` bounds each wait for another rank. `stages` takes the place of
+    `mesh` in a pipeline whose stages are laid out each in its own way: one mesh for each, and each
+    rank builds the module in the layout of its own (docs/concepts/stage-layouts.md). `config` says
+    how the order is found, `overlap` whether collectives are cut into sends under partial matmuls.
+    Masks of dropout follow from torch's seed at this call, step and micro-batch. `per_rank` names
+    plain parameters and buffers of which each rank has its own.
 
     One strand and two give the same bits; on CUDA only with deterministic kernels: set
     CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before
@@ -93,33 +96,34 @@ def compile_step(
     is not the current one.
     """
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
+    ranks = StepRanks.of(mesh, stages, overlap)
     with refused_together():
-        found = _schedule(schedule, strands, pipeline_of(mesh))
+        found = _schedule(schedule, strands, ranks)
         check_example(example := (form := BatchForm(example_inputs)).example)
         chunk = ModuleWithLoss(module, loss_fn, form)
         check_wrappers(module)
         refuse_gradient_hooks(chunk)
-        alike = ModuleAgreement(module, mesh, per_rank)
+        alike = ModuleAgreement(module, ranks.mesh, per_rank, ranks.group)
+        data = ranks.data(chunk, dtype := _type_of_sums(module))
+        link = ranks.link(chunk, example[0].device, wait_s)
     alike.check_software(loss_fn)
-    dtype = _type_of_sums(module)
-    # Where times decide what is decomposed, ranks exchange them while they trace.
-    with nullcontext() if overlap.decompose == "auto" else refused_together():
-        data = replicas_of(chunk, mesh, dtype)
-        link = _link(chunk, mesh, example, wait_s)
-        traced = _traced(chunk, example, mesh, data, dtype, overlap)
-        whole = (candidates := traced(schedule=found, split_at=split_at)).whole
+    trace = _trace(chunk, example, ranks.mesh, data, dtype)
+    decompose = decompose_of(overlap, example[0].device)
+    candidates = _candidates(trace, decompose, overlap, found, ranks, split_at)
+    whole = candidates.whole
+    with refused_together():
         check_loss(whole.measured)
         assert whole.reads is not None
         binding = ModuleBinding(chunk, whole.reads, example[0].device)
     alike.check_traced(whole)
-    has_replicas = replica_group(chunk, mesh) is not None
+    has_replicas = replica_group(chunk, ranks.mesh) is not None
     gradients = ParameterGradients(
         chunk, whole.held_parameters, whole.placements, dtype, replicas=has_replicas
     )
-    times = _times(config, example, gradients.constants)
+    times = _times(config, example, gradients.constants, ranks.group)
     compilation = Compilation(candidates, _settings(config, overlap, whole, data), times)
     tensors = UserModule(chunk, gradients, binding, form, alike)
-    step = _step(compilation, found, tensors, data_rank_of(mesh, whole), link)
+    step = _step(compilation, found, tensors, data_rank_of(ranks.mesh, whole), link)
     check_contents(step.contents)
     warn_of_other_bits(step.nondeterminism)
     return step
@@ -172,46 +176,54 @@ def _not_compiled(step: Step, name: str) -> InputError:
     )
 
 
-def _traced(
+def _trace(
     chunk: nn.Module,
     example: Batch,
     mesh: DeviceMesh | None,
     data: DataLayout | None,
     dtype: torch.dtype,
-    overlap: OverlapConfig,
-) -> Callable[..., Candidates]:
-    """Traces by a schedule, whose chunks begin where the user says."""
-    device = example[0].device
+) -> Callable[[Decompose | None], Strands]:
+    """Traces the module, with and without what is decomposed, each once."""
     trace = partial(
         build_strands, chunk, example, axis_of_group(mesh), data=data, buffer_dtype=dtype,
-        wide_sums=wide_sums(device), watch=True,
+        wide_sums=wide_sums(example[0].device), watch=True,
     )  # fmt: skip
-    return partial(
-        trace_candidates,
-        lambda decompose: trace(decompose=decompose),
-        decompose_of(overlap, device),
-        overlap.passes,
-    )
+    return cache(lambda decompose: trace(decompose=decompose))
 
 
-def _schedule(
-    schedule: str | ScheduleFunction, strands: int, pipeline: dist.ProcessGroup | None
-) -> Schedule:
+def _candidates(
+    trace: Callable[[Decompose | None], Strands],
+    decompose: Decompose | None,
+    overlap: OverlapConfig,
+    schedule: Schedule,
+    ranks: StepRanks,
+    split_at: Sequence[str],
+) -> Candidates:
+    """Traces by a schedule, whose chunks begin where the user says. Collective."""
+    if ranks.apart is not None and isinstance(schedule, StageSchedule) and not split_at:
+        split_at = agreed_split(lambda: trace(decompose), len(schedule.rank_of))
+    # Where times decide what is decomposed, ranks exchange them while they trace.
+    with nullcontext() if overlap.decompose == "auto" else refused_together():
+        return trace_candidates(
+            trace, decompose, overlap.passes, schedule=schedule, split_at=split_at
+        )
+
+
+def _schedule(schedule: str | ScheduleFunction, strands: int, on: StepRanks) -> Schedule:
     """The schedule that was asked for, whose actions can run."""
     if strands not in (1, 2):
         raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
-    if pipeline is None:
+    if on.pipeline is None:
         found = find(schedule or ("one_strand", "two_strand")[strands - 1])
     else:
-        ranks = dist.get_world_size(pipeline)
+        ranks, rank = on.pipeline
         if not schedule:
             raise InputError(
-                f"mesh has an axis {PIPELINE_AXIS} of {ranks} ranks, and no schedule is named",
+                f"the pipeline has {ranks} stages, and no schedule is named",
                 hint="give compile_step(schedule=...): one_f_one_b, eager_one_f_one_b, "
                 "interleaved, zb_h1, zb_v, dual_pipe_v, folded or eager_folded",
             )
         named = find(schedule)
-        rank = dist.get_rank(pipeline)
         found = StageSchedule(named.name, named.function, ranks=ranks, rank=rank)
     found.phases(found.graphs)
     return found
@@ -222,19 +234,6 @@ def _type_of_sums(module: nn.Module) -> torch.dtype:
     return torch.float64 if has_double else torch.float32
 
 
-def _link(
-    module: nn.Module, mesh: DeviceMesh | None, example: Batch, wait_s: float
-) -> StageLink | None:
-    """The way to the other stages, and to the replicas of this one."""
-    group = pipeline_of(mesh)
-    if mesh is None or group is None:
-        return None
-    replicas = replica_group(module, mesh)
-    every = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    around = [each for each in every if each not in (group, replicas)]
-    return StageLink(group, example[0].device, replicas=replicas, around=around, wait_s=wait_s)
-
-
 def _settings(
     config: PlanConfig, overlap: OverlapConfig, strands: Strands, data: DataLayout | None
 ) -> StepSettings:
@@ -242,10 +241,14 @@ def _settings(
     return StepSettings(plan=config, overlap=overlap, limits=limits)
 
 
-def _times(config: PlanConfig, example: Batch, constants: Constants) -> CachedTimes:
+def _times(
+    config: PlanConfig, example: Batch, constants: Constants, group: dist.ProcessGroup | None
+) -> CachedTimes:
     say = logging.getLogger("interlace").warning
-    link = RunConfig().link
-    return CachedTimes(example=example, constants=constants, plan=config, link=link, say=say)
+    return CachedTimes(
+        example=example, constants=constants, plan=config, link=RunConfig().link, say=say,
+        group=group,
+    )  # fmt: skip
 
 
 def _step(
@@ -257,10 +260,12 @@ def _step(
 ) -> Step:
     """The step by this schedule: in traced order, by the user's own plan, or by measured times."""
     draws = Draws(seed=torch.initial_seed(), data_rank=data_rank)
-    if schedule.name == "one_strand":
+    if schedule.name == "one_strand" and schedule.is_alone:
         strands = compilation.candidates.whole
         plan = strands.sequential
     else:
         strands, plan, schedule = compilation.scheduled(schedule)
     costs = compilation.tables.get(strands.digest)
+    if link is not None and strands.handovers is not None:
+        link.prepare(strands.handovers)
     return Step(strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link)

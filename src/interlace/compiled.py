@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor
 
 from interlace.config import LinkConfig, OverlapConfig, PlanConfig
@@ -60,6 +61,8 @@ class CachedTimes:
     link: LinkConfig
     say: Callable[[str], None]
     """Takes a line for people, such as one about noisy times."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that run these graphs; None for all of the job."""
 
     def __call__(self, strands: Strands) -> CostTable:
         """The table of these graphs, the same on all ranks."""
@@ -76,8 +79,10 @@ class CachedTimes:
                 self.constants,
                 repeats=self.plan.profile_repeats,
                 machine=machine,
+                group=self.group,
             ),
             say=self.say,
+            group=self.group,
         )
 
 

@@ -10,6 +10,8 @@ real step (with the fastest rank's times predictions were 3 to 5 % short).
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.timeline import WAIT, Timeline
@@ -27,15 +29,16 @@ def measure(
     repeats: int,
     machine: str,
     graph_digest: str,
+    group: dist.ProcessGroup | None = None,
 ) -> CostTable:
     """The times alone of `graphs`, by strand name. `run_once` runs both graphs, recorded.
 
-    Collective on all ranks of the default group; every rank returns the same table.
+    Collective on all ranks of `group`, by default of the job; every rank returns the same table.
     """
     found = sampled(run_once, graphs, repeats)
     operators = {op.key: op for graph in graphs.values() for op in graph.operators}
-    solo, spreads = mean(found.solo), largest(found.spreads)
-    issue = mean({"issue": found.issue})["issue"]
+    solo, spreads = mean(found.solo, group), largest(found.spreads, group=group)
+    issue = mean({"issue": found.issue}, group)["issue"]
     return CostTable(
         operators={key: cost_of(operators[key], solo[key], spreads[key]) for key in solo},
         source="profile",

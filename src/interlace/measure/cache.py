@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed as dist
+
 from interlace.errors import InputError
 from interlace.ir import store
 from interlace.ir.costs import CostTable
@@ -19,26 +21,27 @@ def cached(
     measure_now: Callable[[], CostTable],
     *,
     say: Say,
+    group: dist.ProcessGroup | None = None,
 ) -> CostTable:
     """The table of an earlier run on this machine and graph, or a fresh one, which is then kept.
 
     A file that cannot be used counts as absent. Noisy times are not kept, and not taken from a
     file. `say` is told of either on the first rank, in one line. Without `directory` nothing is
-    read or kept. Collective: the first rank reads and gives what it finds to all, so that ranks
-    never mix old and new times.
+    read or kept. Collective, on the default group if none is given: the first rank reads and gives
+    what it finds to all, so that ranks never mix old and new times.
     """
     path = directory / f"{graph_digest}-{machine}.json" if directory else None
     text = ""
-    if path is not None and is_first_rank():
+    if path is not None and is_first_rank(group):
         found, problem = _read(path, machine, graph_digest)
         text = store.dumps(found) if found else ""
         if problem:
             say(f"{problem}; measuring again")
-    text = broadcast_text(text)
+    text = broadcast_text(text, group)
     if text:
         return store.loads(text, CostTable, "the first rank's table")
     table = measure_now()
-    if is_first_rank():
+    if is_first_rank(group):
         _keep(table, path, say)
     return table
 

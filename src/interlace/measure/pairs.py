@@ -49,7 +49,7 @@ def _rounds(round_ns: float, budget_ns: float) -> int:
 
 
 def _quiet(
-    rounds: Sequence[Mapping[str, float]], *, fastest: Collection[str] = ()
+    clock: Clock, rounds: Sequence[Mapping[str, float]], *, fastest: Collection[str] = ()
 ) -> dict[str, int]:
     """Smallest of each field over all rounds, since what else runs can only add time.
 
@@ -59,7 +59,11 @@ def _quiet(
     found = {}
     for name in rounds[0]:
         own = {str(index): each[name] for index, each in enumerate(rounds)}
-        of_ranks = largest(own, smallest=own) if name in fastest else mean(own)
+        of_ranks = (
+            largest(own, smallest=own, group=clock.group)
+            if name in fastest
+            else mean(own, clock.group)
+        )
         found[name] = min(of_ranks.values())
     return found
 
@@ -75,7 +79,7 @@ def time_transfer(clock: Clock, collective: CollectiveCall, *, budget_ns: float)
     most = min(MOST_TRANSFERS, MOST_BYTES // max(collective.x.nbytes, 1))
     count = max(1, min(most, int(budget_ns / FEWEST_ROUNDS / estimate_ns)))
     samples = [time_ns for _ in range(FEWEST_ROUNDS) for time_ns in times(count)]
-    return largest({"ns": median(samples)}, smallest={"ns"})["ns"]
+    return largest({"ns": median(samples)}, smallest={"ns"}, group=clock.group)["ns"]
 
 
 @torch.no_grad()
@@ -89,7 +93,7 @@ def copy_ns(clock: Clock, device: torch.device, size: int) -> int:
         stamps.append(clock.now())
     times = [clock.nanoseconds(stamp) for stamp in stamps]
     fastest = min(end - begin for begin, end in pairwise(times))
-    return largest({"ns": max(1, fastest)}, smallest={"ns"})["ns"]
+    return largest({"ns": max(1, fastest)}, smallest={"ns"}, group=clock.group)["ns"]
 
 
 @torch.no_grad()
@@ -101,7 +105,7 @@ def burst_ns(clock: Clock, collective: CollectiveCall) -> int:
         time.sleep(PAUSE_S)
         first, *later = back_to_back_ns(clock, collective.starts(4))
         samples.append({"first": first, "later": median(later)})
-    times = _quiet(samples, fastest=("first", "later"))
+    times = _quiet(clock, samples, fastest=("first", "later"))
     return max(0, times["later"] - times["first"])
 
 
@@ -132,7 +136,7 @@ def measure_pair(
                 "call_ns": both.calls_beside_ns / max(both.calls_beside, 1),
             }
         )
-    times = _quiet(samples, fastest=("transfer_ns", "beside_ns", "overlapped_ns"))
+    times = _quiet(clock, samples, fastest=("transfer_ns", "beside_ns", "overlapped_ns"))
     alone = times["compute_ns"], times["transfer_ns"]
     return PairCost(
         compute.op.kind,
@@ -163,13 +167,13 @@ def _lengthened(
 def _transfer_ns(clock: Clock, collective: CollectiveCall) -> int:
     """A first estimate of a transfer's time."""
     times = back_to_back_ns(clock, collective.starts(4))
-    return max(1, _quiet([{"ns": time_ns} for time_ns in times], fastest=("ns",))["ns"])
+    return max(1, _quiet(clock, [{"ns": time_ns} for time_ns in times], fastest=("ns",))["ns"])
 
 
 def _call_ns(clock: Clock, call: ComputeCall) -> int:
     """Time of a call among others of its like, whose data are then in the caches."""
     rounds = [timed_round(clock, [], call, 4).compute_ns / 4 for _ in range(3)]
-    return max(1, _quiet([{"ns": each} for each in rounds])["ns"])
+    return max(1, _quiet(clock, [{"ns": each} for each in rounds])["ns"])
 
 
 @torch.no_grad()
@@ -187,7 +191,7 @@ def measure_lanes(
         {"first_ns": once(first), "second_ns": once(second), "pair_ns": once(first, second)}
         for _ in range(_rounds(round_ns, budget_ns))
     ]
-    return Together(first.op.lane, second.op.lane, **_quiet(samples, fastest=samples[0]))
+    return Together(first.op.lane, second.op.lane, **_quiet(clock, samples, fastest=samples[0]))
 
 
 @torch.no_grad()
@@ -213,7 +217,7 @@ def measure_compute_pair(
         }
         for _ in range(_rounds(4 * longest_ns, budget_ns))
     ]
-    return Together(first.op.kind, second.op.kind, **_quiet(samples))
+    return Together(first.op.kind, second.op.kind, **_quiet(clock, samples))
 
 
 def _repeated(call: ComputeCall, count: int) -> Callable[[], None]:

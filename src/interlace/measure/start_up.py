@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from interlace.graphs.dropout import seeds_for
@@ -75,9 +76,10 @@ def open_profiler(
     batch: Batch,
     device_type: str,
     constants: Mapping[tuple[str, str], Tensor],
+    group: dist.ProcessGroup | None = None,
 ) -> Profiler:
-    """A profiler of this chunk. Gradients go to scratch copies of those in `constants`; a rank of
-    a pipeline has none for the weights of other stages."""
+    """A profiler of this chunk on the ranks of `group`. Gradients go to scratch copies of those in
+    `constants`; a rank of a pipeline has none for the weights of other stages."""
     device = next(iter(constants.values())).device
     scratch = {
         (binding.role, binding.target): zeros_for(node.meta["val"], device)
@@ -90,7 +92,7 @@ def open_profiler(
         batch = (*batch, seeds_for(0, step=0, micro_batch=0))
     executor = strands.executor(strands.sequential, scratch)
     executor.lowered = lower_plan(strands.parts, strands.sequential, late_waits=False)
-    return Profiler(strands, executor, batch, clock_for(device_type))
+    return Profiler(strands, executor, batch, clock_for(device_type, group))
 
 
 def zeros_for(like: Tensor, device: torch.device) -> Tensor:
@@ -106,11 +108,12 @@ def profile_strands(
     *,
     repeats: int,
     machine: str,
+    group: dist.ProcessGroup | None = None,
 ) -> CostTable:
     """What a training run measures at start-up: every operator and collective alone, and how
     much the kinds that take most of the time slow each other down. What is noisy is measured
-    again, a few times. Collective."""
-    profiler = open_profiler(strands, batch, device_type, constants)
+    again, a few times. Collective on `group`, the ranks that run these graphs."""
+    profiler = open_profiler(strands, batch, device_type, constants, group)
 
     def alone() -> CostTable:
         return measure(
@@ -119,6 +122,7 @@ def profile_strands(
             repeats=repeats,
             machine=machine,
             graph_digest=strands.digest,
+            group=group,
         )
 
     table = least_noisy(alone, excess_of_spread)

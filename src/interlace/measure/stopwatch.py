@@ -103,12 +103,12 @@ def side_by_side_ns(clock: Clock, first: Callable[[], Any], second: Callable[[],
 
 
 def _meet(clock: Clock) -> None:
-    """All ranks begin a round within the time of a barrier, on CUDA with nothing left to do: the
-    barrier may be one of the hosts only."""
+    """All ranks of the clock begin a round within the time of a barrier, on CUDA with nothing left
+    to do: the barrier may be one of the hosts only."""
     if clock.device_type == "cuda":
         torch.cuda.synchronize()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+    if dist.is_initialized() and dist.get_world_size(clock.group) > 1:
+        dist.barrier(group=clock.group)
 
 
 def _settle(clock: Clock, ends: Sequence[Any], count: int) -> None:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from interlace.errors import RunError
 
 
-def is_first_rank() -> bool:
-    """Whether this is rank 0, or the only process."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+def is_first_rank(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether this is rank 0 of a group, by default of the job, or the only process."""
+    return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
 def largest(
@@ -35,31 +35,31 @@ def largest(
     return dict(zip(names, (values.cpu() * signs).tolist(), strict=True))
 
 
-def mean(mine: Mapping[str, float]) -> dict[str, int]:
-    """Per name the mean over ranks. Collective on the default group."""
+def mean(mine: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, int]:
+    """Per name the mean over ranks. Collective, on the default group if none is given."""
     names = sorted(mine)
     values = torch.tensor([mine[name] for name in names], dtype=torch.float64)
-    if not alone():
-        values = values.to(collective_device())
-        dist.all_reduce(values)
-        values = values.cpu() / dist.get_world_size()
+    if not alone(group):
+        values = values.to(collective_device(group))
+        dist.all_reduce(values, group=group)
+        values = values.cpu() / dist.get_world_size(group)
     return {name: round(value) for name, value in zip(names, values.tolist(), strict=True)}
 
 
-def broadcast_text(text: str) -> str:
-    """The first rank's text, on all ranks: bytes of announced length. Collective."""
-    if alone():
+def broadcast_text(text: str, group: dist.ProcessGroup | None = None) -> str:
+    """The first rank's text, on all ranks of a group: bytes of announced length. Collective."""
+    if alone(group):
         return text
     content = bytearray(text.encode())
-    length = torch.tensor([len(content)], dtype=torch.int64, device=collective_device())
-    dist.broadcast(length, src=0)
+    length = torch.tensor([len(content)], dtype=torch.int64, device=collective_device(group))
+    dist.broadcast(length, group=group, group_src=0)
     if not int(length):
         return ""
     payload = torch.zeros(int(length), dtype=torch.uint8)
-    if is_first_rank():
+    if is_first_rank(group):
         payload = torch.frombuffer(content, dtype=torch.uint8)
-    payload = payload.to(collective_device())
-    dist.broadcast(payload, src=0)
+    payload = payload.to(collective_device(group))
+    dist.broadcast(payload, group=group, group_src=0)
     return payload.cpu().numpy().tobytes().decode()
 
 

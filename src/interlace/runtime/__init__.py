@@ -8,7 +8,13 @@ handovers.py          what chunks hand to each other
 executor.py           one optimizer step, action by action, operators issued in plan order
 pipeline_executor.py  the same on a rank of a pipeline, with what it sends and receives
 pipeline_record.py    what all ranks of a pipeline did in a step, and what was predicted
+split_places.py       where chunks begin if nobody says so, for any layout
 stage_link.py         tensors on their way between the ranks of a pipeline
+step_ranks.py         who runs a step: one mesh, or one for each stage
+stage_meshes.py       the meshes of stages that are laid out differently
+boundaries.py         what crosses between such stages, and how it moves
+laid_out_link.py      the same between such stages
+stage_batches.py      whether such stages were given the same samples
 joint_end.py          a step of a pipeline that fails ends on all ranks
 recorder.py           a lowered graph run operator by operator, with times
 eager_recorder.py     eager autograd as a timeline

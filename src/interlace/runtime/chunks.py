@@ -29,7 +29,7 @@ _Halves = tuple[Cut, list[str], dict[str, str]]
 
 _SLACK = 0.1
 """By how much of a chunk's arithmetic a cut may be off to save bytes between chunks; a choice."""
-_USERS = "module."
+USERS = "module."
 """How the paths of the user's module begin in a traced graph, which has its loss too."""
 
 
@@ -135,7 +135,7 @@ def ends_at(forward: GraphPart, modules: Sequence[str]) -> list[int]:
     """How many operators stand before the first of each of these sub-modules of the user's module.
 
     Raises InputError for one that runs nothing, or not behind the one before."""
-    paths = [module_path(node).removeprefix(_USERS) for node in forward.operators.values()]
+    paths = [module_path(node).removeprefix(USERS) for node in forward.operators.values()]
     found: list[int] = []
     for module in modules:
         inside = [i for i, path in enumerate(paths) if f"{path}.".startswith(f"{module}.")]

@@ -50,7 +50,7 @@ class PipelineExecutor(StepExecutor):
         """As `StepExecutor`; `loss` is a fake tensor like the loss of a micro-batch."""
         handovers.check()
         super().__init__(
-            parts, plan, op_graphs, constants, schedule=schedule, data_ranks=link.data_ranks
+            parts, plan, op_graphs, constants, schedule=schedule, data_ranks=link.loss_ranks
         )
         self.handovers = handovers
         self.link = link
@@ -71,6 +71,7 @@ class PipelineExecutor(StepExecutor):
         self._tangent.fill_(self._weight(count))
         run = _PipelineRun(self, [self._as_traced(batch) for batch in batches], recorder, wiring)
         with self.link.end.for_all(), self.plain_operators():
+            self.link.first_look(batches)
             for item in items:
                 run.item(item)
             run.end_sums()
@@ -158,7 +159,7 @@ class PipelineExecutor(StepExecutor):
         source = self.handovers.rank_of[-1]
         losses = torch.empty(count, dtype=self._loss.dtype, device=self._tangent.device)
         if source == self.handovers.rank:
-            losses = torch.stack([own[number] for number in sorted(own)])
+            losses = self.link.averaged(torch.stack([own[number] for number in sorted(own)]))
         self.link.share(losses, source, f"the losses of the step from rank {source}")
         return list(losses.unbind())
 
@@ -194,7 +195,9 @@ class _PipelineRun(StepRun):
         else:
             like = [value.like for value in self._values(item.message)]
             if like:
-                self._arrivals[item.message] = self.link.receive(like, item.rank, str(item))
+                self._arrivals[item.message] = self.link.receive_message(
+                    item.message, like, item.rank, str(item)
+                )
 
     def _act(self, action: Action) -> None:
         watch = self._watch
@@ -261,7 +264,7 @@ class _PipelineRun(StepRun):
             else:
                 del self.handed[key]
         if tensors:
-            self.link.send(tensors, item.rank, str(item))
+            self.link.send_message(message, tensors, item.rank, str(item))
 
     def _takers(self, message: StageMessage, value: Carried) -> int:
         """The messages that take this value."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from interlace.graphs.collectives import Pending, wait
@@ -32,6 +33,8 @@ class Clock(Protocol):
     """Takes stamps cheaply and turns them into nanoseconds afterwards."""
 
     device_type: ClassVar[str]
+    group: dist.ProcessGroup | None
+    """The ranks that measure together; None for all of the job."""
 
     def now(self) -> Any:
         """A stamp."""
@@ -72,7 +75,8 @@ class HostClock:
 
     device_type: ClassVar[str] = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
         self._stamps: list[weakref.ref[_EndStamp]] = []
 
     def now(self) -> int:
@@ -81,7 +85,7 @@ class HostClock:
 
     def restarted(self) -> "HostClock":
         """A new one; nanoseconds of the host are exact at any size."""
-        return HostClock()
+        return HostClock(self.group)
 
     def after(self, pending: Pending, sink: Callable[[int], None]) -> None:
         """The work's future calls back from the transport's thread when it is done."""
@@ -122,8 +126,13 @@ class CudaClock:
     """Priority of the streams that stamp: neither 0 nor the highest, whose pools NCCL's streams are
     from."""
 
-    def __init__(self, streams: dict[str, torch.cuda.Stream] | None = None) -> None:
+    def __init__(
+        self,
+        streams: dict[str, torch.cuda.Stream] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         """`streams` are those that stamp, by process group; missing ones are added."""
+        self.group = group
         self._streams = {} if streams is None else streams
         self.origin = self.now()
 
@@ -136,7 +145,7 @@ class CudaClock:
     def restarted(self) -> "CudaClock":
         """A clock with the same streams. The time between two events is a float32 of milliseconds,
         which after 10 s counts in microseconds."""
-        return CudaClock(self._streams)
+        return CudaClock(self._streams, self.group)
 
     def after(self, pending: Pending, sink: Callable[[torch.cuda.Event], None]) -> None:
         """An event on a side stream that waits for the collective."""
@@ -155,9 +164,9 @@ class CudaClock:
         return int(self.origin.elapsed_time(stamp) * 1e6)
 
 
-def clock_for(device_type: str) -> Clock:
-    """The clock of a device type."""
-    return CudaClock() if device_type == "cuda" else HostClock()
+def clock_for(device_type: str, group: dist.ProcessGroup | None = None) -> Clock:
+    """The clock of a device type, for the ranks of a group."""
+    return CudaClock(group=group) if device_type == "cuda" else HostClock(group)
 
 
 @dataclass

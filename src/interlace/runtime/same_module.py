@@ -32,17 +32,23 @@ _SEED_HINT = (
 class ModuleAgreement:
     """Compares a module's weights and buffers, its code, and seeds, over the ranks of a mesh.
 
-    Without a mesh the ranks are those of the default group. Checks are collective on that group
-    either way, and raise PeerError on all ranks alike.
+    Without a mesh the ranks are those of the default group. Checks are collective on that group,
+    or on the one that is given, and raise PeerError on all its ranks alike.
     """
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh | None, per_rank: Collection[str]
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh | None,
+        per_rank: Collection[str],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`per_rank` holds patterns of names. Raises InputError for one that names no plain
+        """`per_rank` holds patterns of names; `group` are the ranks that trace the same graphs, by
+        default all. Raises InputError for one that names no plain
         parameter or buffer."""
         self.module = module
         self.mesh = mesh
+        self._group = group
         self._ranks = None if mesh is None else mesh.mesh.flatten().tolist()
         self._per_rank = _plain_names(module, per_rank)
 
@@ -55,7 +61,7 @@ class ModuleAgreement:
 
     def check_traced(self, strands: Strands) -> None:
         """Graphs, parameters, buffers and, if there is dropout, seeds."""
-        check_agreement({"graph": strands.measured.digest})
+        check_agreement({"graph": strands.measured.digest}, group=self._group)
         self.check()
         self._check_seeds(strands.measured)
         if self.mesh is not None and PIPELINE_AXIS in (self.mesh.mesh_dim_names or ()):
@@ -72,8 +78,8 @@ class ModuleAgreement:
         }
         named = {f"parameter {name!r}": each for name, each in parameters.items()}
         named |= {f"buffer {name!r}": each for name, each in buffers.items()}
-        contents = tensor_contents(named, own=self._own(), ranks=self._ranks)
-        check_contents(contents, hint=_WEIGHTS_HINT)
+        contents = tensor_contents(named, group=self._group, own=self._own(), ranks=self._ranks)
+        check_contents(contents, group=self._group, hint=_WEIGHTS_HINT)
 
     def _check_seeds(self, strands: Strands) -> None:
         """torch's seed, where ranks that exchange activations draw masks of dropout from it."""
@@ -87,7 +93,7 @@ class ModuleAgreement:
         content = Content(
             name="torch.initial_seed()", digest=seed.encode(), shown=seed, layout="seed", part=part
         )
-        check_contents([content], hint=_SEED_HINT)
+        check_contents([content], group=self._group, hint=_SEED_HINT)
 
     def _own(self) -> Places:
         """Parameters that differ from rank to rank are equal on replicas all the same, which

@@ -1,20 +1,25 @@
 """Tensors on their way between the ranks of a pipeline, without anybody waiting for them.
 
-A message is sent with as many operations as it has tensors, in the order in which both sides have
-it in their lists. The memory of a tensor is sent as it lies, so it arrives with its strides.
+Here all stages are laid out alike, and each rank exchanges with one rank of each other stage
+(`laid_out_link` has the other case). A message is sent with as many operations as it has tensors,
+in the order in which both sides have it in their lists. The memory of a tensor is sent as it lies,
+so it arrives with its strides.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from interlace.graphs.strides import restrided
+from interlace.ir.stage_messages import StageMessage
+from interlace.runtime.handovers import Handovers
 from interlace.runtime.joint_end import WAIT_S, JointEnd, Unended
 
 
@@ -28,12 +33,24 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Flight:
-    """One operation and the memory that it reads or writes."""
+class Work(Protocol):
+    """What is under way, as `torch.distributed.Work`."""
 
-    work: dist.Work
-    memory: Tensor
+    def is_completed(self) -> bool:
+        """Whether it is known to be over."""
+        ...
+
+    def wait(self, timeout: timedelta = ...) -> Any:
+        """Block until it is over. Raises RuntimeError if it cannot end."""
+        ...
+
+
+@dataclass(frozen=True)
+class Transit:
+    """Something under way, and the memory that it reads or writes."""
+
+    work: Work
+    memory: Any
     what: str
 
 
@@ -42,7 +59,7 @@ class Arrival:
     """A message that was asked for."""
 
     tensors: tuple[Tensor, ...]
-    flights: tuple[_Flight, ...]
+    flights: tuple[Transit, ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +67,7 @@ class ReplicaSum:
     """Tensors that are being added up over replicas."""
 
     tensors: tuple[Tensor, ...]
-    flight: _Flight
+    flight: Transit
 
 
 class StageLink:
@@ -76,15 +93,37 @@ class StageLink:
         self._group = group
         self._replicas = replicas
         self.device = device
-        self._leaving: deque[_Flight] = deque()
+        self._leaving: deque[Transit] = deque()
         others = [] if replicas is None else [replicas]
         self.end = JointEnd([group, *others, *around], wait_s)
         """Ends a step that fails on all ranks."""
 
+    @property
+    def loss_ranks(self) -> int:
+        """How many ranks have losses of their own, of which the step's gradient is the mean."""
+        return self.data_ranks
+
+    def prepare(self, handovers: Handovers) -> None:
+        """Get ready for what chunks hand to each other. Collective on the default group."""
+
+    def first_look(self, batches: Sequence[Sequence[Tensor]]) -> None:
+        """Check the micro-batches of a step over all ranks, where that is to be done."""
+
+    def send_message(
+        self, message: StageMessage, tensors: Sequence[Tensor], to: int, what: str
+    ) -> None:
+        """Give what a chunk hands over to a rank, as `send`."""
+        self.send(tensors, to, what)
+
+    def receive_message(
+        self, message: StageMessage, like: Sequence[Tensor], source: int, what: str
+    ) -> Arrival:
+        """Be ready for what a chunk hands over, as `receive`."""
+        return self.receive(like, source, what)
+
     def send(self, tensors: Sequence[Tensor], to: int, what: str) -> None:
         """Give tensors, which nobody changes any more, to a rank; `what` is for errors."""
-        while self._leaving and self._leaving[0].work.is_completed():
-            self._leaving.popleft()
+        self._forget_gone()
         for tensor in tensors:
             if not tensor.numel():
                 continue
@@ -92,7 +131,11 @@ class StageLink:
             with self._said(what):
                 work = dist.isend(memory, group=self._group, group_dst=to)
             assert work is not None
-            self._leaving.append(_Flight(work, memory, what))
+            self._leaving.append(Transit(work, memory, what))
+
+    def _forget_gone(self) -> None:
+        while self._leaving and self._leaving[0].work.is_completed():
+            self._leaving.popleft()
 
     def receive(self, like: Sequence[Tensor], source: int, what: str) -> Arrival:
         """Be ready for tensors that lie in memory like these."""
@@ -106,7 +149,7 @@ class StageLink:
             with self._said(what):
                 work = dist.irecv(memory, group=self._group, group_src=source)
             assert work is not None
-            flights.append(_Flight(work, memory, what))
+            flights.append(Transit(work, memory, what))
         return Arrival(tuple(tensors), tuple(flights))
 
     def empty(self, like: Tensor) -> Tensor:
@@ -131,7 +174,7 @@ class StageLink:
         with self._said(what):
             work = dist.all_reduce(flat, group=self._replicas, async_op=True)
         assert work is not None
-        return ReplicaSum(tuple(tensors), _Flight(work, flat, what))
+        return ReplicaSum(tuple(tensors), Transit(work, flat, what))
 
     def end_sum(self, begun: "ReplicaSum") -> None:
         """Put the sums into the tensors."""
@@ -139,6 +182,10 @@ class StageLink:
         sizes = [tensor.numel() for tensor in begun.tensors]
         for tensor, part in zip(begun.tensors, begun.flight.memory.split(sizes), strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+    def averaged(self, losses: Tensor) -> Tensor:
+        """The losses that the ranks of this stage tell the others."""
+        return losses
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here."""
@@ -163,11 +210,11 @@ class StageLink:
             work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
             self._ended(work)
 
-    def _wait(self, flight: _Flight) -> None:
+    def _wait(self, flight: Transit) -> None:
         with self._said(flight.what):
             self._ended(flight.work)
 
-    def _ended(self, work: dist.Work | None) -> None:
+    def _ended(self, work: Work | None) -> None:
         """Wait for an operation, on gloo no longer than the bound. The wait of NCCL is one of its
         stream, and its own watchdog bounds it."""
         assert work is not None

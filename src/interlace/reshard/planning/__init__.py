@@ -4,6 +4,7 @@ make_plan.py           makes a plan: tasks, hops, order, proof
 transfer_plan.py       what a plan is: tensors, tasks, messages in one order
 describe.py            a plan as text
 layout.py              which box of a tensor every rank holds
+inferred_layouts.py    layouts on two meshes, from the shapes of ranks' parts
 tasks.py               unit tasks by tile intersection
 resharding_problem.py  one problem, planned in one way or another
 strategies.py          the paper's four ways for a bundle to travel

@@ -1,0 +1,82 @@
+"""The ranks that a step runs on, as a user gives them: one mesh, or one for each stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from interlace.config import OverlapConfig
+from interlace.errors import InputError
+from interlace.parallel.data import DataLayout
+from interlace.ranks.agree import refused_together
+from interlace.runtime.laid_out_link import LaidOutLink
+from interlace.runtime.mesh_axes import pipeline_of, replica_group, replicas_of
+from interlace.runtime.stage_link import StageLink
+from interlace.runtime.stage_meshes import StageMeshes
+
+
+@dataclass(frozen=True)
+class StepRanks:
+    """Who runs a step."""
+
+    mesh: DeviceMesh | None
+    """With an axis `pp` if it has the stages of a pipeline; that of this rank's stage if stages
+    have meshes of their own."""
+    apart: StageMeshes | None = None
+    """The stages, if they have."""
+
+    @classmethod
+    def of(
+        cls, mesh: DeviceMesh | None, stages: Sequence[DeviceMesh], overlap: OverlapConfig
+    ) -> "StepRanks":
+        """Collective on the default group where `stages` are given, as groups are made. Raises
+        InputError for what does not go together."""
+        if not stages:
+            return cls(mesh)
+        with refused_together():
+            if mesh is not None:
+                raise InputError(
+                    "mesh and stages are both given",
+                    hint="give stages alone: each rank belongs to the mesh of one of them",
+                )
+            if overlap.decompose == "auto":
+                raise InputError(
+                    'overlap.decompose = "auto" measures on all ranks together, and stages with '
+                    "meshes of their own have different graphs",
+                    hint='name a variant, such as "ring", or set it to "off"',
+                )
+        apart = StageMeshes.of(stages)
+        return cls(apart.mesh, apart)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that trace the same graphs; None for all."""
+        return None if self.apart is None else self.apart.stage
+
+    @property
+    def pipeline(self) -> tuple[int, int] | None:
+        """(number of stages, this rank's stage), if there are several."""
+        if self.apart is not None:
+            return len(self.apart.meshes), self.apart.number
+        group = pipeline_of(self.mesh)
+        return None if group is None else (dist.get_world_size(group), dist.get_rank(group))
+
+    def data(self, module: nn.Module, dtype: torch.dtype) -> DataLayout | None:
+        """How graphs sum gradients over replicas; in a pipeline they do not."""
+        return None if self.apart is not None else replicas_of(module, self.mesh, dtype)
+
+    def link(self, module: nn.Module, device: torch.device, wait_s: float) -> StageLink | None:
+        """The way to the other stages, and to the replicas of this one."""
+        mesh, group = self.mesh, pipeline_of(self.mesh)
+        if mesh is None or self.pipeline is None:
+            return None
+        replicas = replica_group(module, mesh)
+        every = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        around = [each for each in every if each not in (group, replicas)]
+        if self.apart is not None:
+            return LaidOutLink(self.apart, device, replicas=replicas, around=around, wait_s=wait_s)
+        assert group is not None
+        return StageLink(group, device, replicas=replicas, around=around, wait_s=wait_s)
