@@ -35,7 +35,6 @@ from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.mesh_axes import (
     axis_of_group,
     data_rank_of,
-    replica_group,
 )
 from interlace.runtime.module_tree import refuse_gradient_hooks
 from interlace.runtime.same_module import ModuleAgreement
@@ -116,17 +115,13 @@ def compile_step(
         assert whole.reads is not None
         binding = ModuleBinding(chunk, whole.reads, example[0].device)
     alike.check_traced(whole)
-    has_replicas = replica_group(chunk, ranks.mesh) is not None
     gradients = ParameterGradients(
-        chunk, whole.held_parameters, whole.placements, dtype, replicas=has_replicas
+        chunk, whole.held_parameters, whole.placements, dtype, replicas=ranks.has_replicas(chunk)
     )
     times = _times(config, example, gradients.constants, ranks.group)
     compilation = Compilation(candidates, _settings(config, overlap, whole, data), times)
     tensors = UserModule(chunk, gradients, binding, form, alike)
-    step = _step(compilation, found, tensors, data_rank_of(ranks.mesh, whole), link)
-    check_contents(step.contents)
-    warn_of_other_bits(step.nondeterminism)
-    return step
+    return _step(compilation, found, tensors, data_rank_of(ranks.mesh, whole), link)
 
 
 def clip_grad_norm_(step: Step, max_norm: float) -> Tensor:
@@ -268,4 +263,7 @@ def _step(
     costs = compilation.tables.get(strands.digest)
     if link is not None and strands.handovers is not None:
         link.prepare(strands.handovers)
-    return Step(strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link)
+    step = Step(strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link)
+    check_contents(step.contents)
+    warn_of_other_bits(step.nondeterminism)
+    return step

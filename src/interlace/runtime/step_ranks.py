@@ -68,6 +68,10 @@ class StepRanks:
         """How graphs sum gradients over replicas; in a pipeline they do not."""
         return None if self.apart is not None else replicas_of(module, self.mesh, dtype)
 
+    def has_replicas(self, module: nn.Module) -> bool:
+        """Whether gradients are averaged over ranks that hold equal weights."""
+        return replica_group(module, self.mesh) is not None
+
     def link(self, module: nn.Module, device: torch.device, wait_s: float) -> StageLink | None:
         """The way to the other stages, and to the replicas of this one."""
         mesh, group = self.mesh, pipeline_of(self.mesh)
