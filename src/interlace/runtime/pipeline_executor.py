@@ -92,6 +92,7 @@ class PipelineExecutor(StepExecutor):
         inputs = [(*self._as_traced(batch), no_dropout()) for batch in batches]
         run = _ForwardRun(self, inputs, None, wiring)
         with self.link.end.for_all(), self.plain_operators():
+            self.link.first_look(batches)
             for item in items:
                 run.item(item)
             self.results = run.given()

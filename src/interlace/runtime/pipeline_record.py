@@ -16,9 +16,9 @@ import torch
 
 from interlace.ir.actions import Action, Direction, Share, Strand
 from interlace.ir.graph import COMPUTE_LANE
-from interlace.ir.stage_messages import Edge
+from interlace.ir.stage_messages import Edge, StageMessage
 from interlace.ir.timeline import WAIT, Span, Timeline
-from interlace.runtime.handovers import Handovers
+from interlace.runtime.handovers import Handovers, Route
 from interlace.runtime.stage_link import StageLink
 from interlace.sim.pipeline_step import (
     ACTION,
@@ -129,30 +129,37 @@ def _hops(link: StageLink, handovers: Handovers) -> dict[Edge, int]:
     """By edge between two ranks: how long what goes over it takes, there or back, the longer one.
     All ranks take part, one message at a time."""
     found: dict[Edge, int] = {}
-    for (_, source, to), values in handovers.messages.items():
-        ends = handovers.rank_of[source], handovers.rank_of[to]
-        times = [_ping(link, [value.like for value in values], *ends) for _ in range(_PINGS)]
-        edge = min(source, to), max(source, to)
+    for route, values in handovers.messages.items():
+        like = [value.like for value in values]
+        times = [_ping(link, handovers, route, like) for _ in range(_PINGS)]
+        edge = min(route[1:]), max(route[1:])
         found[edge] = max(found.get(edge, 0), round(median(times)))
     return found
 
 
-def _ping(link: StageLink, like: Sequence[torch.Tensor], source: int, to: int) -> int:
-    """ns from one rank to another: half of the way there and back."""
+def _ping(link: StageLink, handovers: Handovers, route: Route, like: Sequence[torch.Tensor]) -> int:
+    """ns that a message of this route takes: until an answer of one element is back, less the time
+    of that."""
+    way, first, second = route
+    source, to = handovers.rank_of[first], handovers.rank_of[second]
     what = f"a message that is timed, from rank {source} to rank {to}"
+    message = StageMessage(way, first, second, 0)
+    word = [torch.zeros(1, device=link.device)]
     link.meet(what)
     took = 0
-    if link.rank in (source, to):
-        other = to if link.rank == source else source
-        arrival = link.receive(like, other, what)
+    if link.rank == source:
         tensors = [link.empty(each) for each in like]
         began = time.perf_counter_ns()
-        if link.rank == source:
-            link.send(tensors, to, what)
-            link.wait(arrival)
-            took = (time.perf_counter_ns() - began) // 2
-        else:
-            link.wait(arrival)
-            link.send(tensors, source, what)
-        link.finish()
-    return max(link.gather(took))
+        link.send_message(message, tensors, to, what)
+        link.wait(link.receive(word, to, what))
+        answered = time.perf_counter_ns()
+        link.send(word, to, what)
+        link.wait(link.receive(word, to, what))
+        took = answered - began - (time.perf_counter_ns() - answered) // 2
+    elif link.rank == to:
+        link.wait(link.receive_message(message, like, source, what))
+        link.send(word, source, what)
+        link.wait(link.receive(word, source, what))
+        link.send(word, source, what)
+    link.finish()
+    return max(0, *link.gather(took))

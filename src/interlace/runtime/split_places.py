@@ -16,10 +16,12 @@ from interlace.runtime.traced_strands import FORWARD, Strands
 
 
 def modules_to_split_at(strands: Strands, chunks: int) -> tuple[str, ...]:
-    """The sub-modules with which so many chunks begin, but the first: of all that the forward of
-    `strands` comes to, those whose beginnings are nearest to equal shares of its arithmetic.
+    """The sub-modules with which so many chunks begin, but the first: of those that lie directly
+    in the model or in a list of it, those whose beginnings are nearest to equal shares of the
+    arithmetic. Between these a layout over ranks has values that are whole or cut into equal parts;
+    inside them there may be sums of which each rank has a term.
 
-    Raises InputError for a model with too few sub-modules."""
+    Raises InputError for a model with too few of them."""
     starts = _starts(strands)
     graph = strands.op_graphs[FORWARD]
     done = [0, *accumulate(op.flops or 1 for op in graph.operators)]
@@ -31,9 +33,9 @@ def modules_to_split_at(strands: Strands, chunks: int) -> tuple[str, ...]:
         able = able[: len(able) - left]
         if not able:
             raise InputError(
-                f"the model begins {len(starts)} sub-modules behind its start, too few for "
-                f"{chunks} chunks",
-                hint="use a schedule with fewer chunks, or a model with more sub-modules",
+                f"{chunks} chunks are to begin with whole blocks, and the model has {len(starts)} "
+                f"behind its start: {', '.join(starts.values()) or 'none'}",
+                hint="use a schedule with fewer chunks, or name sub-modules by split_at",
             )
         last = min(able, key=lambda place: abs(done[place] - done[at]))
         found.append(starts[last])
@@ -41,8 +43,8 @@ def modules_to_split_at(strands: Strands, chunks: int) -> tuple[str, ...]:
 
 
 def _starts(strands: Strands) -> dict[int, str]:
-    """By number of operators before it: the sub-module that begins there, the outermost if there
-    are several."""
+    """By number of operators before it: the block that begins there, the outermost if there are
+    several."""
     seen: set[str] = set()
     found: dict[int, str] = {}
     for place, node in enumerate(strands.parts[FORWARD].operators.values()):
@@ -53,7 +55,7 @@ def _starts(strands: Strands) -> dict[int, str]:
             if name in seen:
                 continue
             seen.add(name)
-            if place:
+            if place and (end == 1 or parts[end - 1].isdigit()):
                 found.setdefault(place, name)
     return found
 

@@ -194,7 +194,7 @@ class StageLink:
 
     def gather(self, value: T) -> list[T]:
         """What every rank gives, by rank. Plain data only."""
-        found: list[Any] = [None] * self.ranks
+        found: list[Any] = [None] * dist.get_world_size(self._group)
         with self._said("a gathering of the ranks of the pipeline"):
             dist.all_gather_object(found, value, group=self._group)
         return found

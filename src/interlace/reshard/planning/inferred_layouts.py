@@ -3,7 +3,9 @@
 Two programs with the same model code hold parts of the same tensor, laid out by axes of the same
 names. An axis that is equally wide on both meshes needs no answer: what its rank i holds on one
 mesh, its rank i holds on the other, whatever that is. Any other axis either cuts one dimension,
-the same on both meshes, or its ranks hold the same; the whole tensor must come out alike.
+the same on both meshes, or its ranks hold the same; the whole tensor must come out alike. Where
+several layouts fit, that with the fewest cuts is taken: it takes parts of the source for copies at
+worst, and who moves the tensor can compare these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +58,7 @@ def infer_layouts(
     """The layouts of a tensor of which ranks of `source` hold parts of one shape, and those of
     `destination` parts of another.
 
-    Raises InputError if no layouts fit, or several do."""
+    Raises InputError if no layouts fit, or several with equally few cuts do."""
     matched = [
         axis for axis, size in source.sizes.items() if destination.sizes.get(axis, 1) == size > 1
     ]
@@ -72,6 +74,8 @@ def infer_layouts(
             whole = _whole(source_part, source, cuts)
             if whole == _whole(destination_part, destination, cuts):
                 found.append((cuts, whole))
+    fewest = min((_count(cuts) for cuts, _ in found), default=0)
+    found = [(cuts, whole) for cuts, whole in found if _count(cuts) == fewest]
     if len(found) != 1:
         raise InputError(
             f"{name} is {list(source_part)} on each rank of {source} and "
@@ -87,6 +91,10 @@ def infer_layouts(
         leading=len(matched),
         copied=tuple(axis for axis, cut in cuts.items() if cut is None),
     )
+
+
+def _count(cuts: _Cuts) -> int:
+    return sum(cut is not None for cut in cuts.values())
 
 
 def _whole(part: Sequence[int], mesh: NamedMesh, cuts: _Cuts) -> tuple[int, ...]:
