@@ -13,11 +13,11 @@ train/        a training run: session, loop, runners, comparison, metrics
 checkpoint/   checkpoint folders on disk: written whole, checked, read on any mesh
 data/         from data files to batches of tokens
 report/       the records of a run as pages, pictures and tables
-reshard/      tensors moved between device meshes of any layout
 step.py       one compiled step: graphs, plan, executor, and where gradients go
 compiled.py   from traced graphs to a plan: costs, choice, search
 measure/      times measured on this machine: operators alone, in pairs, sites in slices
 runtime/      plans run on real processes: executor, recorder, gradients
+reshard/      tensors moved between device meshes of any layout
 ranks/        processes that are ranks: started, kept together, watched, ended, compared
 decompose/    collectives cut into steps under partial compute
 graphs/       from a module to executable graphs: trace, passes, export, lower
@@ -31,6 +31,7 @@ rules.py      values of a RunConfig that can never work together
 run_files.py  names of the files in the folder of a run, and readers of them
 claims.py     who may write into a directory: one run at a time
 hardware/     descriptions of machines and clusters, and times that follow from them
+stage_layouts.py  stages of a pipeline that are laid out each in its own way, as run files have them
 text.py       numbers and tables as people read them
 config.py     RunConfig: everything that a run is asked to do
 ir/           the shared vocabulary: graphs, plans, costs, timelines as data

@@ -117,6 +117,10 @@ class PipelineConfig:
     split_at: tuple[str, ...] = ()
     """The sub-modules with which chunks begin, but the first, such as `layers.2`; empty gives
     chunks equal shares of the arithmetic."""
+    stages: tuple[str, ...] = ()
+    """The layout of each stage where they differ, as `["tensor=2", "data_replicate=2"]` or
+    `[{tensor = 2}, {data_replicate = 2}]`; the rest is that of `parallel`. Empty lays all out as
+    `parallel` says."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,10 @@ from interlace.config import (
     modes_of,
     parse_rate,
     world_of,
+    world_of_stage,
 )
 from interlace.errors import InputError
+from interlace.stage_layouts import stages_of, widest
 
 _POSITIVE = (
     "model.layers",
@@ -261,6 +263,7 @@ def _check_pipeline(config: RunConfig) -> None:
             )
         return
     where = f"parallel.pipeline = {stages}"
+    _check_stages(config)
     if config.strands != "2":
         raise InputError(
             f"{where} runs strands as pipeline.schedule says, and strands = {config.strands!r}",
@@ -281,6 +284,34 @@ def _check_pipeline(config: RunConfig) -> None:
             )
 
 
+def _check_stages(config: RunConfig) -> None:
+    """Stages that are laid out each in its own way."""
+    parallel, stages = config.parallel, stages_of(config)
+    if not stages:
+        return
+    if len(stages) != parallel.pipeline:
+        raise InputError(
+            f"pipeline.stages has {len(stages)} layouts, and parallel.pipeline = "
+            f"{parallel.pipeline}",
+            hint="list one layout for each stage",
+        )
+    for name in ("data_replicate", "data_shard", "tensor"):
+        if getattr(parallel, name) != 1:
+            raise InputError(
+                f"pipeline.stages and parallel.{name} = {getattr(parallel, name)} are both given",
+                hint=f"leave parallel.{name} out: each stage says its own",
+            )
+    if config.overlap.decompose == "auto":
+        raise InputError(
+            'pipeline.stages and overlap.decompose = "auto" cannot go together: graphs of stages '
+            "differ, and measuring needs all ranks",
+            hint='name a form, such as "ring", or leave it out',
+        )
+    widest(stages)
+    for stage in stages:
+        _check_shapes(replace(config, parallel=stage))
+
+
 def _unless(value: str, usual: str) -> str:
     """`value`, or nothing if it is the usual one."""
     return "" if value == usual else value
@@ -292,6 +323,15 @@ def resolve_layout(config: RunConfig, world_size: int) -> RunConfig:
     Raises InputError, showing the product, unless the ranks that exist are those it needs.
     """
     parallel = config.parallel
+    if stages := stages_of(config):
+        sizes = [world_of_stage(stage) for stage in stages]
+        if sum(sizes) != world_size:
+            raise InputError(
+                f"pipeline.stages need {' + '.join(map(str, sizes))} = {sum(sizes)} ranks, and the "
+                f"world size is {world_size}",
+                hint=f"start {sum(sizes)} ranks (--nproc {sum(sizes)}), or change a stage",
+            )
+        return config
     if parallel.data_shard == -1:
         others = world_of(parallel)
         if world_size % others:

@@ -157,6 +157,7 @@ class Step:
             replaced = self.tensors.refresh(batches)
         if replaced:
             self._rebind()
+        self._look(batches)
         self.evaluated = self.executor.evaluate(batches)
         return torch.stack(self.evaluated).mean()
 
@@ -283,11 +284,18 @@ class Step:
         """The micro-batches with the seeds of their masks."""
         if self.tensors.begin(micro_batches):
             self._rebind()
+        self._look(micro_batches)
         batches = micro_batches
         if self.strands.takes_seeds:
             batches = [(*batch, self.seeds(index)) for index, batch in enumerate(batches)]
         self.number += 1
         return batches
+
+    def _look(self, batches: Sequence[Batch]) -> None:
+        """Before the first step: whether stages were given the same samples, where that is to be
+        checked."""
+        if self.link is not None:
+            self.link.first_look(batches)
 
     def _rebind(self) -> None:
         self.executor.rebind({**self.strands.buffers(), **self.tensors.constants})

@@ -113,8 +113,8 @@ def published(folder: Path) -> dict[str, Any]:
     return {"model__source": "hugging_face", "model__config": folder}
 
 
-def save_small_llama(folder: Path) -> None:
-    """Four layers, with a tied head."""
+def save_small_llama(folder: Path, *, tied: bool = True) -> None:
+    """Four layers, by default with a tied head."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64,
@@ -123,7 +123,7 @@ def save_small_llama(folder: Path) -> None:
         num_attention_heads=4,
         vocab_size=256,
         max_position_embeddings=64,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(3)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)

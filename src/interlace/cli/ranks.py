@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from interlace.cli.run_file import save_run_config
-from interlace.config import RunConfig, world_of
+from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.ranks.launched import adopt_job, follow_launcher
 from interlace.rules import resolve_layout
+from interlace.stage_layouts import ranks_of
 
 MOST_RANKS = 16
 """So many local processes are started without being asked for by number."""
@@ -45,7 +46,7 @@ def start_ranks(
     RUN is a file with all of `config`; without `nproc` as many ranks start as the layout needs.
     Raises as `launch` does.
     """
-    ranks = world_of(config.parallel) if nproc is None else nproc
+    ranks = ranks_of(config) if nproc is None else nproc
     if ranks < 1:
         raise InputError(f"--nproc {ranks} must be positive", hint="set --nproc to 1 or more")
     config = resolve_layout(config, ranks)

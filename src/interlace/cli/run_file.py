@@ -106,6 +106,8 @@ def _structure(
             values[key] = _structure(value, kind, prefix=f"{name}.", where=where, text=text)
             continue
         parsed = _parse_text(value, kind) if text else value
+        if name == "pipeline.stages":
+            parsed = _stage_words(parsed)
         if name in _SEARCHES:
             parsed = _present(parsed, f"{where}: {name}")
         try:
@@ -116,6 +118,18 @@ def _structure(
                 hint=f"as in {name} = {json.dumps(getattr(type_(), key))}",
             ) from error
     return values
+
+
+def _stage_words(value: Any) -> Any:
+    """Tables of stages as words: {tensor = 2} as "tensor=2"."""
+    if not isinstance(value, list):
+        return value
+    return [
+        " ".join(f"{key}={degree}" for key, degree in each.items())
+        if isinstance(each, dict)
+        else each
+        for each in value
+    ]
 
 
 def _present(value: Any, where: str) -> Any:

@@ -4,8 +4,10 @@ Ranks that share a sequence see different tokens of it, so for weights they are 
 ranks like any other: weights lie on a mesh whose `dp_shard` axis is `dp_shard` and `cp` together.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -23,17 +25,16 @@ _DATA_AXIS = "data"
 class StageGroups:
     """The ranks with which one of a pipeline works."""
 
-    pipeline: dist.ProcessGroup
-    """One of each stage, in order."""
+    number: int
+    """Which stage this rank runs."""
+    pipeline: dist.ProcessGroup | None
+    """One of each stage, in order; None where stages are laid out each in its own way."""
     replicas: dist.ProcessGroup
     """Those that hold the same weights of this stage."""
     stage: dist.ProcessGroup
     """All of this stage."""
-
-    @property
-    def number(self) -> int:
-        """Which stage this rank runs."""
-        return dist.get_rank(self.pipeline)
+    apart: tuple[DeviceMesh, ...] = ()
+    """The layouts of all stages, where each has its own."""
 
     @property
     def copies(self) -> int:
@@ -86,38 +87,71 @@ class Meshes:
         return found
 
 
-def build_meshes(config: ParallelConfig, device_type: str) -> Meshes:
+def build_meshes(
+    config: ParallelConfig, device_type: str, stages: Sequence[ParallelConfig] = ()
+) -> Meshes:
     """The meshes of a run, of a pipeline those of this rank's stage; the process group must exist
-    and have the right size. Communicators are made here, ahead of the first collective."""
-    replicate, shard, context = config.data_replicate, config.data_shard, config.context
+    and have the right size. Communicators are made here, ahead of the first collective. `stages`
+    are layouts of stages that differ, over ranks in a row."""
+    if stages:
+        return _meshes_apart(stages, device_type)
 
     def mesh(sizes: dict[str, int]) -> DeviceMesh:
         sizes = {PIPELINE_AXIS: config.pipeline, **sizes} if config.pipeline > 1 else sizes
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
-    layout = mesh(
-        {
-            REPLICATE_AXIS: replicate,
-            SHARD_AXIS: shard,
-            CONTEXT_AXIS: context,
-            TENSOR_AXIS: config.tensor,
-        }
-    )
-    weights = mesh(
-        {REPLICATE_AXIS: replicate, SHARD_AXIS: shard * context, TENSOR_AXIS: config.tensor}
-    )
+    layout, weights = map(mesh, _stage_sizes(config))
     if config.pipeline == 1:
         return Meshes(layout, weights)
-    stages = mesh({_DATA_AXIS: replicate * shard * context, TENSOR_AXIS: config.tensor})
+    of_stages = mesh(
+        {_DATA_AXIS: world_of_stage(config) // config.tensor, TENSOR_AXIS: config.tensor}
+    )
     of_stage = mesh({"stage": world_of_stage(config)})
     return Meshes(
         _without_pipeline(layout),
         _without_pipeline(weights),
         StageGroups(
-            pipeline=stages.get_group(PIPELINE_AXIS),
-            replicas=stages.get_group(_DATA_AXIS),
+            number=of_stages.get_local_rank(PIPELINE_AXIS),
+            pipeline=of_stages.get_group(PIPELINE_AXIS),
+            replicas=of_stages.get_group(_DATA_AXIS),
             stage=of_stage.get_group("stage"),
         ),
+    )
+
+
+def _meshes_apart(stages: Sequence[ParallelConfig], device_type: str) -> Meshes:
+    """Every rank makes the meshes of all stages, as making one is collective, and keeps its own."""
+    rank, first = dist.get_rank(), 0
+    layouts: list[DeviceMesh] = []
+    found: list[Meshes] = []
+    for number, stage in enumerate(stages):
+        ranks = torch.arange(first, first + world_of_stage(stage))
+        first += len(ranks)
+        data, tensor = stage.data_replicate * stage.data_shard * stage.context, stage.tensor
+        sizes = _stage_sizes(stage)
+        made = [
+            DeviceMesh(device_type, ranks.view(*each.values()), mesh_dim_names=tuple(each))
+            for each in (*sizes, {_DATA_AXIS: data, TENSOR_AXIS: tensor}, {"stage": len(ranks)})
+        ]
+        layouts.append(made[0])
+        if rank in ranks.tolist():
+            groups = StageGroups(
+                number=number, pipeline=None, replicas=made[2].get_group(_DATA_AXIS),
+                stage=made[3].get_group("stage"),
+            )  # fmt: skip
+            found.append(Meshes(made[0], made[1], groups))
+    (own,) = found
+    assert own.stages is not None
+    return replace(own, stages=replace(own.stages, apart=tuple(layouts)))
+
+
+def _stage_sizes(config: ParallelConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Axes of a stage, seen from its data and from its weights."""
+    replicate, shard, context = config.data_replicate, config.data_shard, config.context
+    inner = {TENSOR_AXIS: config.tensor}
+    return (
+        {REPLICATE_AXIS: replicate, SHARD_AXIS: shard, CONTEXT_AXIS: context, **inner},
+        {REPLICATE_AXIS: replicate, SHARD_AXIS: shard * context, **inner},
     )
 
 

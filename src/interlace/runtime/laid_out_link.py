@@ -63,7 +63,7 @@ class LaidOutLink(StageLink):
         self._stages = stages
         self._leads = dist.get_rank() == stages.leaders[stages.number]
         self._boundaries: dict[Route, Boundary] = {}
-        self._loss_stage = len(stages.meshes) - 1
+        self._loss_ranks = 1
         self._messages = 0
         """Routes between chunks, those of other stages too."""
         self._compared: set[Route] = set()
@@ -73,12 +73,12 @@ class LaidOutLink(StageLink):
     @property
     def loss_ranks(self) -> int:
         """Those of the stage with the last chunk that see different samples."""
-        return self._stages.data_ranks(self._loss_stage)
+        return self._loss_ranks
 
     def prepare(self, handovers: Handovers) -> None:
         """Plan how each message moves."""
         self._boundaries = boundaries_of(handovers, self._stages)
-        self._loss_stage = handovers.rank_of[-1]
+        self._loss_ranks = self.gather(self.data_ranks)[handovers.rank_of[-1]]
         self._messages = len(handovers.rank_of) ** 2 * 2
 
     def first_look(self, batches: Sequence[Sequence[Tensor]]) -> None:

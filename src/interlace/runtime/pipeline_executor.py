@@ -71,7 +71,6 @@ class PipelineExecutor(StepExecutor):
         self._tangent.fill_(self._weight(count))
         run = _PipelineRun(self, [self._as_traced(batch) for batch in batches], recorder, wiring)
         with self.link.end.for_all(), self.plain_operators():
-            self.link.first_look(batches)
             for item in items:
                 run.item(item)
             run.end_sums()
@@ -92,7 +91,6 @@ class PipelineExecutor(StepExecutor):
         inputs = [(*self._as_traced(batch), no_dropout()) for batch in batches]
         run = _ForwardRun(self, inputs, None, wiring)
         with self.link.end.for_all(), self.plain_operators():
-            self.link.first_look(batches)
             for item in items:
                 run.item(item)
             self.results = run.given()

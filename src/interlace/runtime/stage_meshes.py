@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -50,10 +49,6 @@ class StageMeshes:
     def leaders(self) -> tuple[int, ...]:
         """The first rank of each stage."""
         return tuple(mesh.ranks[0] for mesh in self.meshes)
-
-    def data_ranks(self, number: int) -> int:
-        """How many ranks of a stage see different samples."""
-        return prod(self.meshes[number].sizes.get(axis, 1) for axis in DATA_AXES)
 
     def place(self, rank: int) -> dict[str, int]:
         """Where a rank is on the axes of its stage."""

@@ -103,7 +103,7 @@ class Checkpointer:
         manifest = Manifest(
             step=step,
             mesh=mesh_of(self.session),
-            config=self.session.config.as_dict(),
+            config=self.session.asked.as_dict(),
             state=plain_state(self.session, batches),
             files=(),
             tensors=self._pieces.tensors,
@@ -146,7 +146,7 @@ class Checkpointer:
             self._claim.check()  # a full disk passes, a directory that was taken over does not
 
     def _tell_resumed(self, folder: Path, manifest: Manifest) -> None:
-        changes = changed_settings(self.session.config, manifest)
+        changes = changed_settings(self.session.asked, manifest)
         text = f"resumed from {folder}, after step {manifest.step}"
         if changes:
             text += f"; settings differ: {', '.join(changes)}"

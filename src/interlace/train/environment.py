@@ -27,7 +27,7 @@ def describe_environment(session: Session, directory: Path) -> None:
     """
     import tomli_w  # noqa: PLC0415  only runs that write files need it
 
-    config = session.config
+    config = session.asked
     on_gpu = session.device.type == "cuda"
     facts = {
         "interlace": interlace.__version__,

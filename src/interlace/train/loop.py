@@ -58,12 +58,7 @@ class Trainer:
         self.config = config
         self.directory = Path(config.output.directory)
         self.batches = session.batches()
-        self.held_out = [
-            session.move(batch)
-            for batch in session.dataset.held_out(
-                config.train.micro_batch_size, config.train.evaluate_batches
-            )
-        ]
+        self.held_out = session.held_out()
         self.metrics: MetricsWriter | None = None
         self._compared: set[str] = set()
         self.last_recorded: Timeline | None = None

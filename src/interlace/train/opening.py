@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,16 @@ from interlace.rules import check, resolve_layout
 from interlace.run_files import cache_directory
 from interlace.runtime.candidates import trace_candidates
 from interlace.runtime.executor import Batch
+from interlace.runtime.laid_out_link import LaidOutLink
 from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.rival import inductor_plan
+from interlace.runtime.split_places import agreed_split
 from interlace.runtime.stage_link import StageLink
+from interlace.runtime.stage_meshes import StageMeshes
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import Schedule, find
 from interlace.schedules.stage import StageSchedule
+from interlace.stage_layouts import of_rank, stages_of, vocabulary_divisor
 from interlace.step import Draws, Step
 from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.fully_sharded import FullyShardedRunner, sharded_twin
@@ -84,7 +89,8 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     given, config = config, published_shape(config)
     if rank == 0 and (overridden := overridden_shape(given, config)):
         print(overridden, file=sys.stderr, flush=True)
-    config = resolve_layout(config, world_size)
+    asked = resolve_layout(config, world_size)
+    config = of_rank(asked, rank)
     torch.set_num_threads(config.train.threads)
     device = claim_device(config)  # again, where the process group is not `session`'s
     check_device(config, device)
@@ -92,11 +98,11 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
         config.data,
         seed=config.train.seed,
         cache_dir=cache_directory("tokens"),
-        divisor=config.parallel.tensor,
+        divisor=vocabulary_divisor(asked),
         vocab_size=config.model.vocab_size,
     )
     vocab_size = vocabulary(config, dataset.vocab_size)
-    meshes = build_meshes(config.parallel, device.type)
+    meshes = build_meshes(config.parallel, device.type, stages_of(asked))
     limit_waits((meshes.layout, meshes.weights))
     torch.manual_seed(config.train.seed)
     module = build_module(config, meshes, vocab_size, device)
@@ -109,7 +115,7 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     if "eager" in modes_of(config) and data is not None and _can_fully_shard(config):
         twin = sharded_twin(module, meshes, dtype)
     weights = MasterWeights(module, dtype, data=data, meshes=meshes)
-    setup = Setup(config, rank, world_size, device, meshes, dataset, weights, drawn)
+    setup = Setup(config, asked, rank, world_size, device, meshes, dataset, weights, drawn)
     return setup, twin
 
 
@@ -120,13 +126,17 @@ def _trace(
     config, data, weights = setup.config, setup.weights.data, setup.weights
     example = setup.move(next(setup.batches()))
     gathered = gathered_in_stage(config.parallel, weights.module, setup.meshes)
+    decompose, split_at = decompose_of(config.overlap, setup.device), config.pipeline.split_at
+    trace = cache(partial(_strands, setup, example))
+    if config.pipeline.stages and isinstance(schedule, StageSchedule) and not split_at:
+        split_at = agreed_split(lambda: trace(decompose), len(schedule.rank_of))
     candidates = trace_candidates(
-        lambda decompose: _strands(setup, example, decompose),
-        decompose_of(config.overlap, setup.device),
+        trace,
+        decompose,
         config.overlap.passes,
         schedule=schedule,
         plain=plain,
-        split_at=config.pipeline.split_at,
+        split_at=split_at,
         data=gathered,
     )
     reason = candidates.all.not_repeated
@@ -153,6 +163,7 @@ def _trace(
         plan=config.plan,
         link=config.link,
         say=lambda text: print(text, file=sys.stderr, flush=True),
+        group=setup.same_graphs,
     )
     return Compilation(candidates, settings, times), constants
 
@@ -219,15 +230,27 @@ def _pipeline(setup: Setup, groups: StageGroups) -> Step:
     stage.phases(stage.graphs)
     compilation, constants = _trace(setup, stage)
     strands, plan, schedule = compilation.scheduled(stage)
-    replicas = groups.replicas if groups.copies > 1 else None
-    meshes = setup.meshes.layout, setup.meshes.weights
-    around = [groups.stage, *(group for mesh in meshes for group in mesh.get_all_groups())]
-    link = StageLink(
-        groups.pipeline, setup.device, replicas=replicas, around=around, wait_s=_WAIT_S
-    )
+    link = _link(setup, groups)
+    assert strands.handovers is not None
+    link.prepare(strands.handovers)
     costs, draws = compilation.tables.get(strands.digest), _draws(setup)
     return planned_step(
         setup.weights, strands, plan, constants, draws, costs, schedule=schedule, link=link
+    )
+
+
+def _link(setup: Setup, groups: StageGroups) -> StageLink:
+    replicas = groups.replicas if groups.copies > 1 else None
+    meshes = setup.meshes.layout, setup.meshes.weights
+    around = [groups.stage, *(group for mesh in meshes for group in mesh.get_all_groups())]
+    if groups.apart:
+        return LaidOutLink(
+            StageMeshes.of(groups.apart), setup.device,
+            replicas=replicas, around=around, wait_s=_WAIT_S,
+        )  # fmt: skip
+    assert groups.pipeline is not None
+    return StageLink(
+        groups.pipeline, setup.device, replicas=replicas, around=around, wait_s=_WAIT_S
     )
 
 

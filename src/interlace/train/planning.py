@@ -245,6 +245,12 @@ def _check_request(config: RunConfig, cost: Path | None, *, interpolate: bool) -
             "a plan pairs two micro-batches, and train.micro_batches = 1",
             hint="set train.micro_batches to 2 or more",
         )
+    if config.pipeline.stages:
+        raise InputError(
+            f"pipeline.stages = {list(config.pipeline.stages)}: stages that are laid out each in "
+            "its own way are not planned without running them",
+            hint="plan with equal stages (parallel.*), or run interlace train",
+        )
     if config.parallel.pipeline > 1 and cost is not None:
         raise InputError(
             f"--cost {cost}: no pipeline is profiled, and parallel.pipeline = "

@@ -57,10 +57,12 @@ def check_built(session: Session) -> None:
     """Data, graphs, plans, weights and buffers, before the first step. Collective."""
     if alone():
         return
-    check_agreement(_built(session))
+    check_agreement({"data": session.dataset.digest})
+    with refused_together():  # stages that are laid out each in its own way compare by themselves
+        check_agreement(_built(session), group=session.same_graphs)
     if session.stages is not None and session.main is not None:
         check_contents(session.main.contents)
-    check_weights(session.weights, _WEIGHTS_HINT)
+    check_weights(session.weights, _WEIGHTS_HINT, session.same_graphs)
     check_contents(_draws(session), hint=_WEIGHTS_HINT)
     check_agreement(_order(session.batches()))
 
@@ -86,8 +88,10 @@ def check_state(
     of_stage = session.weights.group or group
     with refused_together(group):  # ranks of other stages have nothing to compare with these
         check_contents(tensor_contents(named, group=of_stage), group=of_stage, hint=_STATE_HINT)
-    contents = module_buffers(session.weights.module, group) + _generators(session)
-    check_contents(contents, group=group, hint=_STATE_HINT)
+    alike = session.same_graphs or group
+    with refused_together(group):
+        contents = module_buffers(session.weights.module, alike) + _generators(session)
+        check_contents(contents, group=alike, hint=_STATE_HINT)
 
 
 def _configuration(config: RunConfig) -> dict[str, str]:
@@ -128,7 +132,7 @@ def _model_software(config: RunConfig) -> dict[str, str]:
 
 
 def _built(session: Session) -> dict[str, str]:
-    fields = {"data": session.dataset.digest}
+    fields = {}
     if session.main is not None:
         fields["graph"] = session.main.strands.measured.digest
     if session.stages is not None:  # whose plans differ

@@ -25,6 +25,7 @@ from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
 from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
+from interlace.stage_layouts import stages_of, widest
 from interlace.step import Step
 from interlace.train.gradient_norm import clip_by, global_norm, norm_over_stages
 from interlace.train.step_runners import StepRunner
@@ -119,6 +120,10 @@ class Setup:
     """What one rank trains: data, weights and optimizer on its device, and its place."""
 
     config: RunConfig
+    """As this rank sees it: where stages of a pipeline are laid out each in its own way, with the
+    layout and the micro-batches of its stage."""
+    asked: RunConfig
+    """As the run file has it, alike on all ranks."""
     rank: int
     world_size: int
     device: torch.device
@@ -133,6 +138,22 @@ class Setup:
     def stages(self) -> StageGroups | None:
         """With whom this rank works in a pipeline, if there is one."""
         return self.meshes.stages
+
+    @property
+    def same_graphs(self) -> dist.ProcessGroup | None:
+        """The ranks that run the same graphs and hold the same buffers; None for all."""
+        return self.stages.stage if self.stages is not None and self.stages.apart else None
+
+    def held_out(self) -> list[Batch]:
+        """What evaluations see, alike on all ranks; of stages that are laid out each in its own
+        way, this rank's rows of it."""
+        train, stages = self.asked.train, stages_of(self.asked)
+        size = train.micro_batch_size * (widest(stages) if stages else 1)
+        batches = self.dataset.held_out(size, train.evaluate_batches)
+        if stages:
+            own, shares = self.meshes.data_rank, self.meshes.data_ranks
+            batches = [(each[0].chunk(shares)[own], each[1].chunk(shares)[own]) for each in batches]
+        return [self.move(batch) for batch in batches]
 
     def batches(self, position: int = 0) -> Batches:
         """The micro-batches of this rank's share of the data, from that sample on."""

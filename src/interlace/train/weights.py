@@ -283,13 +283,17 @@ class TrainedWeights:
         check_weights(self._weights)
 
 
-def check_weights(weights: MasterWeights, hint: str = SAME_START) -> None:
-    """Raise PeerError for masters or buffers that have come to differ. Collective."""
+def check_weights(
+    weights: MasterWeights, hint: str = SAME_START, alike: dist.ProcessGroup | None = None
+) -> None:
+    """Raise PeerError for masters or buffers that have come to differ; `alike` are the ranks that
+    hold the same buffers, by default all. Collective."""
     masters = {f"weight {name!r}": each for name, each in weights.masters.items()}
     with refused_together():  # ranks of other stages have nothing to compare with these
         own = tensor_contents(masters, group=weights.group)
         check_contents(own, group=weights.group, hint=hint)
-    check_contents(module_buffers(weights.module, None), hint=hint)
+    with refused_together():
+        check_contents(module_buffers(weights.module, alike), group=alike, hint=hint)
 
 
 def module_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> list[Content]:
