@@ -24,6 +24,7 @@ from interlace.graphs.wide_sums import wide_sums
 from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import DataLayout
 from interlace.parallel.local_parts import local
+from interlace.parallel.meshes import PIPELINE_AXIS
 from interlace.ranks.agree import check_contents, refused_together
 from interlace.ranks.determinism import warn_of_other_bits
 from interlace.runtime.batch_form import BatchForm
@@ -213,8 +214,10 @@ def _schedule(schedule: str | ScheduleFunction, strands: int, on: StepRanks) -> 
     else:
         ranks, rank = on.pipeline
         if not schedule:
+            what = "there are" if on.apart is not None else f"mesh has an axis {PIPELINE_AXIS} of"
+            what += f" {ranks} {'stages' if on.apart is not None else 'ranks'}"
             raise InputError(
-                f"the pipeline has {ranks} stages, and no schedule is named",
+                f"{what}, and no schedule is named",
                 hint="give compile_step(schedule=...): one_f_one_b, eager_one_f_one_b, "
                 "interleaved, zb_h1, zb_v, dual_pipe_v, folded or eager_folded",
             )
