@@ -2,7 +2,8 @@
 
 Two such processes serve a pytest session, each with a hash seed of its own, as ranks of a real job
 have: ranks with an even number come from one of them, the others from the other. What they import
-is torch, nothing of ours. On Linux only.
+is torch and this package, which keeps no state of a process. They compute nothing: with its first
+operator torch chooses kernels, by variables that a rank's environment may set. On Linux only.
 
     pytest  --socket-->  server  --fork-->  rank
 """
@@ -32,6 +33,34 @@ PRELOADED = (
     "torch._functorch.aot_autograd",
     "torch.testing._internal.distributed.fake_pg",
     "torch.utils.flop_counter",
+    "functorch.compile",
+    "torch._dynamo.backends.common",
+    "torch._inductor.sizevars",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    # a first trace loads these
+    "torch._dynamo.backends.cudagraphs",
+    "torch._dynamo.backends.distributed",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.backends.onnxrt",
+    "torch._dynamo.backends.tensorrt",
+    "torch._dynamo.backends.torchxla",
+    "torch._dynamo.backends.tvm",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._export.passes._node_metadata_hook",
+    "torch._higher_order_ops.passes.inline_invoke_subgraph",
+    "torch._inductor.compiler_bisector",
+    "torch._inductor.fx_passes.dedupe_symint_uses",
+    "torch._subclasses.schema_check_mode",
+    "torch.fx.experimental.validator",
+    "pytest",
+    "hypothesis",
+    "interlace.api",
+    "interlace.cli.app",
+    "interlace.measure.start_up",
+    "interlace.pipelining",
+    "interlace.reshard",
+    "interlace.train.worker",
 )
 _START_S = 60.0
 
