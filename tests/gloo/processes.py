@@ -32,6 +32,10 @@ import nursery
 
 Process = subprocess.Popen[bytes] | nursery.Forked
 _POLL_S = 0.02
+BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
+"""Whether other test files run at the same time, also in a rank."""
+PATIENCE = 3.0 if BESIDE_OTHERS else 1.0
+"""By which a limit is longer beside others, if it promises nothing and only ends what hangs."""
 _GRACE_S = 3.0  # between a child's own time limit (it prints stacks) and the parent's kill
 
 
@@ -139,6 +143,7 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Ranks]:
     """Starts `world_size` processes that call `target` ("module:function") with `args` (JSON)."""
+    timeout_s *= PATIENCE
     with tempfile.TemporaryDirectory(prefix="interlace-ranks-") as name:
         folder = Path(name)
         (folder / "args").write_text(json.dumps(list(args)))  # may be longer than a command line
@@ -189,7 +194,7 @@ def gloo_group(timeout_s: float = 30.0) -> Iterator[Any]:
     import torch.distributed as dist
 
     store, rank, world_size = next(dist.rendezvous("env://"))
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=timeout_s * PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         yield store
