@@ -79,8 +79,7 @@ class Server:
     ) -> "Forked":
         """A new process that runs `processes.child_main` on `target`, with stdout and stderr in
         `folder`/`output`.stdout and .stderr, and a process group of its own."""
-        if self._process is None or self._process.poll() is not None:
-            self._start(environment)
+        self.start(environment)
         request = {
             "target": target,
             "folder": str(folder),
@@ -100,7 +99,10 @@ class Server:
         self._read(0)
         return self._ended.get(pid)
 
-    def _start(self, environment: Mapping[str, str]) -> None:
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Begin to load what ranks need, unless that was done. Does not wait for it."""
+        if self._process is not None and self._process.poll() is None:
+            return
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-c", "import nursery; nursery.serve()"]
         self._process = subprocess.Popen(

@@ -151,6 +151,9 @@ def start_ranks(
         processes: list[Process] = []
         ranks = Ranks(processes, folder, time.monotonic() + timeout_s)
         try:
+            if sys.platform == "linux" and world_size > 1:
+                for server in nursery.SERVERS:  # both load torch at the same time
+                    server.start(shared)
             for rank in range(world_size):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "RANK_LIMIT_S": str(timeout_s)}
                 processes.append(_start(target, folder, rank, shared | own))
@@ -196,6 +199,10 @@ def gloo_group(timeout_s: float = 30.0) -> Iterator[Any]:
     store, rank, world_size = next(dist.rendezvous("env://"))
     timeout = datetime.timedelta(seconds=timeout_s * PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # Rank 0 hosts the store: without this it could end while others still read addresses there.
+    store.set(f"built/{rank}", "")
+    if rank == 0:
+        store.wait([f"built/{each}" for each in range(world_size)], timeout)
     try:
         yield store
     finally:
