@@ -1,6 +1,7 @@
 """Every test carries the name of its folder as marker: `pytest -m "pure or oracle"`. Those of the
 lab and of files marked `alone` run one at a time, after the others (`make test`)."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 _HERE = Path(__file__).parent
+# Of the tests' own processes, and of all that they start. Threads of torch wait for each other by
+# spinning: two test files at a time on two cores took five times as long with two threads each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure() -> None:

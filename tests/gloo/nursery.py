@@ -2,7 +2,8 @@
 
 Two such processes serve a pytest session, each with a hash seed of its own, as ranks of a real job
 have: ranks with an even number come from one of them, the others from the other. What they import
-is torch, nothing of ours. On Linux only.
+is torch and this package, which keeps no state of a process. They compute nothing: with its first
+operator torch chooses kernels, by variables that a rank's environment may set. On Linux only.
 
     pytest  --socket-->  server  --fork-->  rank
 """
@@ -32,6 +33,34 @@ PRELOADED = (
     "torch._functorch.aot_autograd",
     "torch.testing._internal.distributed.fake_pg",
     "torch.utils.flop_counter",
+    "functorch.compile",
+    "torch._dynamo.backends.common",
+    "torch._inductor.sizevars",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    # a first trace loads these
+    "torch._dynamo.backends.cudagraphs",
+    "torch._dynamo.backends.distributed",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.backends.onnxrt",
+    "torch._dynamo.backends.tensorrt",
+    "torch._dynamo.backends.torchxla",
+    "torch._dynamo.backends.tvm",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._export.passes._node_metadata_hook",
+    "torch._higher_order_ops.passes.inline_invoke_subgraph",
+    "torch._inductor.compiler_bisector",
+    "torch._inductor.fx_passes.dedupe_symint_uses",
+    "torch._subclasses.schema_check_mode",
+    "torch.fx.experimental.validator",
+    "pytest",
+    "hypothesis",
+    "interlace.api",
+    "interlace.cli.app",
+    "interlace.measure.start_up",
+    "interlace.pipelining",
+    "interlace.reshard",
+    "interlace.train.worker",
 )
 _START_S = 60.0
 
@@ -50,8 +79,7 @@ class Server:
     ) -> "Forked":
         """A new process that runs `processes.child_main` on `target`, with stdout and stderr in
         `folder`/`output`.stdout and .stderr, and a process group of its own."""
-        if self._process is None or self._process.poll() is not None:
-            self._start(environment)
+        self.start(environment)
         request = {
             "target": target,
             "folder": str(folder),
@@ -71,7 +99,10 @@ class Server:
         self._read(0)
         return self._ended.get(pid)
 
-    def _start(self, environment: Mapping[str, str]) -> None:
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Begin to load what ranks need, unless that was done. Does not wait for it."""
+        if self._process is not None and self._process.poll() is None:
+            return
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-c", "import nursery; nursery.serve()"]
         self._process = subprocess.Popen(

@@ -32,6 +32,10 @@ import nursery
 
 Process = subprocess.Popen[bytes] | nursery.Forked
 _POLL_S = 0.02
+BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
+"""Whether other test files run at the same time, also in a rank."""
+PATIENCE = 3.0 if BESIDE_OTHERS else 1.0
+"""By which a limit is longer beside others, if it promises nothing and only ends what hangs."""
 _GRACE_S = 3.0  # between a child's own time limit (it prints stacks) and the parent's kill
 
 
@@ -139,6 +143,7 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Ranks]:
     """Starts `world_size` processes that call `target` ("module:function") with `args` (JSON)."""
+    timeout_s *= PATIENCE
     with tempfile.TemporaryDirectory(prefix="interlace-ranks-") as name:
         folder = Path(name)
         (folder / "args").write_text(json.dumps(list(args)))  # may be longer than a command line
@@ -146,6 +151,9 @@ def start_ranks(
         processes: list[Process] = []
         ranks = Ranks(processes, folder, time.monotonic() + timeout_s)
         try:
+            if sys.platform == "linux" and world_size > 1:
+                for server in nursery.SERVERS:  # both load torch at the same time
+                    server.start(shared)
             for rank in range(world_size):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "RANK_LIMIT_S": str(timeout_s)}
                 processes.append(_start(target, folder, rank, shared | own))
@@ -189,8 +197,12 @@ def gloo_group(timeout_s: float = 30.0) -> Iterator[Any]:
     import torch.distributed as dist
 
     store, rank, world_size = next(dist.rendezvous("env://"))
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=timeout_s * PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # Rank 0 hosts the store: without this it could end while others still read addresses there.
+    store.set(f"built/{rank}", "")
+    if rank == 0:
+        store.wait([f"built/{each}" for each in range(world_size)], timeout)
     try:
         yield store
     finally:

@@ -16,6 +16,7 @@ from interlace.config import (
     PlanConfig,
     RunConfig,
     TrainConfig,
+    WatchdogConfig,
 )
 from interlace.graphs.torch_private import has_inductor_schedule
 from interlace.runtime.peak_memory import measure_growth
@@ -36,6 +37,7 @@ def configuration(text: str, **compare: Any) -> RunConfig:
         train=TrainConfig(micro_batches=4, micro_batch_size=2),
         plan=PlanConfig(profile_repeats=2, cache=False),
         compare=CompareConfig(steps=STEPS, **compare),
+        watchdog=WatchdogConfig(dead_after_s=30),  # a busy machine is not a dead one
     )
 
 

@@ -300,6 +300,7 @@ def drop_a_handle(how: str) -> None:
             time.sleep(60)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("how", "why"),
     [

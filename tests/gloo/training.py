@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from processes import child_environment
+from processes import BESIDE_OTHERS, PATIENCE, child_environment
 
-LIMIT_S = 110
+LIMIT_S = 110 * PATIENCE
 RUN = """
 [model]
 layers = 2
@@ -43,6 +43,11 @@ profile_repeats = 2
 directory = "out"
 record_every = 3
 """
+PATIENT = """
+[watchdog]
+dead_after_s = 30
+"""
+"""Beside other tests a rank may wait long for a core."""
 
 
 class Workplace:
@@ -54,7 +59,7 @@ class Workplace:
         words = ["interlace", "hides", "communication", "behind", "compute", "two", "strands"]
         lines = [" ".join(draw.choices(words, k=8)) + ".\n" for _ in range(1500)]
         (folder / "text").write_text("".join(lines))
-        (folder / "run.toml").write_text(RUN)
+        (folder / "run.toml").write_text(RUN + (PATIENT if BESIDE_OTHERS else ""))
 
     @property
     def environment(self) -> dict[str, str]:
