@@ -1,5 +1,5 @@
-"""Matmuls and attention that take a given time: asleep instead of computing, for more ranks than
-there are cores, or paced, for cores that others slow down."""
+"""Matmuls, convolutions and attention that take a given time: asleep instead of computing, for more
+ranks than there are cores, or paced, for cores that others slow down."""
 
 import math
 import time
@@ -25,11 +25,36 @@ _ATTENTION = {
 """Matmuls of S x T x E per head in one call."""
 
 
+def _convolved(args: Sequence[Any]) -> Tensor:
+    """The zeros that `convolution(input, weight, bias, stride, padding, dilation, ...)` gives."""
+    x, weight, _, stride, padding, dilation = args[:6]
+    places = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    image = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in places]
+    return x.new_zeros((x.shape[0], weight.shape[0], *image))
+
+
+def _convolution_gradients(args: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Zeros for those of input, weight and bias that `convolution_backward` is asked for."""
+    _, x, weight, bias_sizes = args[:4]
+    shapes = (x.shape, weight.shape, bias_sizes)
+    return tuple(
+        x.new_zeros(shape) if wanted else None
+        for shape, wanted in zip(shapes, args[-1], strict=True)
+    )
+
+
+_CONVOLUTIONS: Mapping[Any, Callable[[Sequence[Any]], Any]] = {
+    aten.convolution: _convolved,
+    aten.convolution_backward: _convolution_gradients,
+}
+"""What a convolution gives that is pretended; none of ours is transposed."""
+
+
 @contextmanager
 def emulated_compute(flops_per_s: float, *, paced: bool = False) -> Iterator[Callable[[], None]]:
-    """Inside, every matmul and attention takes its FLOPs / `flops_per_s` asleep; results are zeros.
-    With `paced` it is computed and then sleeps for the rest of that time. One that took longer
-    shortens the sleep of the next ones, until what is yielded is called.
+    """Inside, every matmul, convolution and attention takes its FLOPs / `flops_per_s` asleep;
+    results are zeros. With `paced` it is computed and then sleeps for the rest of that time. One
+    that took longer shortens the sleep of the next ones, until what is yielded is called.
 
     Everything else, transfers above all, is done as ever. Holds in the thread that enters it, and
     for the backward passes that it starts. A slice takes exactly its share of the whole, so
@@ -77,6 +102,9 @@ class _Sleeping(TorchDispatchMode):
             zeros = partial(_attention_zeros, values)
             flops = count * _attention_flops(values)
             return self._slept(flops, computed if self.paced else zeros)
+        if func.overloadpacket in _CONVOLUTIONS:
+            zeros = partial(_CONVOLUTIONS[func.overloadpacket], args)
+            return self._slept(_convolution_flops(args), computed if self.paced else zeros)
         return computed()
 
     def _slept(self, flops: int, make: Callable[[], Any]) -> Any:
@@ -114,3 +142,12 @@ def _attention_zeros(values: Mapping[str, Any]) -> tuple[Tensor, ...]:
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
     # The kernel's log-sum-exp is [N, H, S].
     return query.new_zeros(query.shape), query.new_zeros(query.shape[:-1])
+
+
+def _convolution_flops(args: Sequence[Any]) -> int:
+    """A product for each place of the output and each weight, times images; in backward so many for
+    the input and for the weight."""
+    asked = args[-1] if isinstance(args[-1], (list, tuple)) else None
+    output, weight = (_convolved(args), args[1]) if asked is None else (args[0], args[2])
+    images, _, *image = output.shape
+    return 2 * images * math.prod(image) * weight.numel() * (1 if asked is None else sum(asked[:2]))

@@ -86,9 +86,11 @@ class SplitBlock(nn.Module):
 
 class SplitGpt(GptChunk):
     """Some blocks of a GPT under tensor parallelism, with the embedding or the head if it has
-    them, which are whole on every rank."""
+    them, which are whole on every rank. Without a mesh all is."""
 
-    def __init__(self, size: ShareSize, mesh: DeviceMesh, chunk: int = 0, chunks: int = 1) -> None:
+    def __init__(
+        self, size: ShareSize, mesh: DeviceMesh | None, chunk: int = 0, chunks: int = 1
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)  # every chunk draws the whole model, so that all are parts of one
         words = nn.Embedding(size.words, size.width)
@@ -98,8 +100,9 @@ class SplitGpt(GptChunk):
         self.words = words if chunk == 0 else None
         self.blocks = nn.ModuleDict({str(k): every[k] for k in range(first, last)})
         self.head = head if chunk == chunks - 1 else None
-        for block in self.blocks.values():
-            parallelize_module(block, mesh, _PLAN)
+        if mesh is not None:
+            for block in self.blocks.values():
+                parallelize_module(block, mesh, _PLAN)
 
 
 def our_way(size: ShareSize, schedule: str, chunks: int, mesh: DeviceMesh) -> tuple[Way, Step]:

@@ -14,7 +14,7 @@ from torch import fx
 
 from interlace.errors import InputError
 from interlace.graphs.module_paths import module_path
-from interlace.hardware.topology import Topology, host_groups
+from interlace.hardware.topology import host_groups
 from interlace.ir.actions import Direction
 from interlace.ranks.agree import refused_together
 from interlace.ranks.small_collectives import gather_json
@@ -60,8 +60,11 @@ class _Tensor:
     itemsize: int
 
 
-def boundaries_of(handovers: Handovers, stages: StageMeshes) -> dict[Route, Boundary]:
-    """How the messages of this rank's stage move. Collective on the default group.
+def boundaries_of(
+    handovers: Handovers, stages: StageMeshes, strategy: str = "auto"
+) -> dict[Route, Boundary]:
+    """How the messages of this rank's stage move, by a strategy of `make_plan`. Collective on the
+    default group.
 
     Raises InputError, on all ranks alike, where stages do not agree on what crosses, or on how it
     is laid out."""
@@ -85,7 +88,16 @@ def boundaries_of(handovers: Handovers, stages: StageMeshes) -> dict[Route, Boun
         tensors = [[_tensor(*each) for each in seen[end].get(text, [])] for end in ends]
         layouts = _layouts(text, route, ends, tensors, stages)
         if stages.number in ends:
-            found[route] = _boundary(number, text, ordered[route], layouts, tensors[0], topology)
+            specs = _specs(text, layouts, tensors[0])
+            plan = make_plan(specs, topology, strategy=strategy, time_limit_s=_SEARCH_S)
+            names = tuple(_called(text, place, each) for place, each in enumerate(tensors[0]))
+            found[route] = Boundary(
+                number=number,
+                order=ordered[route],
+                layouts=tuple(layouts),
+                program=make_program(plan, dist.get_rank(), most_bytes=_MESSAGE_BYTES),
+                names=names,
+            )
     return found
 
 
@@ -93,30 +105,16 @@ def _tensor(path: str, part: Sequence[int], dtype: str, itemsize: int) -> _Tenso
     return _Tensor(path, tuple(part), dtype, itemsize)
 
 
-def _boundary(
-    number: int,
-    text: str,
-    order: tuple[int, ...],
-    layouts: Sequence[InferredLayouts],
-    tensors: Sequence[_Tensor],
-    topology: Topology,
-) -> Boundary:
-    names = tuple(_called(text, place, tensor) for place, tensor in enumerate(tensors))
-    specs = [
+def _specs(
+    text: str, layouts: Sequence[InferredLayouts], tensors: Sequence[_Tensor]
+) -> list[TensorSpec]:
+    return [
         TensorSpec(
             name=f"{text} {place}", shape=each.source.shape, itemsize=tensor.itemsize,
             source=each.source, destination=each.destination,
         )
         for place, (each, tensor) in enumerate(zip(layouts, tensors, strict=True))
     ]  # fmt: skip
-    plan = make_plan(specs, topology, time_limit_s=_SEARCH_S)
-    return Boundary(
-        number=number,
-        order=order,
-        layouts=tuple(layouts),
-        program=make_program(plan, dist.get_rank(), most_bytes=_MESSAGE_BYTES),
-        names=names,
-    )
 
 
 def _layouts(

@@ -45,9 +45,10 @@ class LaidOutLink(StageLink):
         replicas: dist.ProcessGroup | None = None,
         around: Sequence[dist.ProcessGroup] = (),
         wait_s: float = WAIT_S,
+        strategy: str = "auto",
     ) -> None:
-        """As `StageLink`. Raises InputError for a backend other than gloo, which alone tells
-        messages apart by their tags."""
+        """As `StageLink`; messages move by a strategy of `reshard.planning.make_plan`. Raises
+        InputError for a backend other than gloo, which alone tells messages apart by their tags."""
         everyone = dist.group.WORLD
         assert everyone is not None
         super().__init__(
@@ -61,6 +62,7 @@ class LaidOutLink(StageLink):
             )
         self.rank, self.ranks = stages.number, len(stages.meshes)
         self._stages = stages
+        self._strategy = strategy
         self._leads = dist.get_rank() == stages.leaders[stages.number]
         self._boundaries: dict[Route, Boundary] = {}
         self._loss_ranks = 1
@@ -77,7 +79,7 @@ class LaidOutLink(StageLink):
 
     def prepare(self, handovers: Handovers) -> None:
         """Plan how each message moves."""
-        self._boundaries = boundaries_of(handovers, self._stages)
+        self._boundaries = boundaries_of(handovers, self._stages, self._strategy)
         self._loss_ranks = self.gather(self.data_ranks)[handovers.rank_of[-1]]
         self._messages = len(handovers.rank_of) ** 2 * 2
 
