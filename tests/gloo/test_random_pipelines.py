@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -162,7 +162,7 @@ class IntegerRun(_PipelineRun):
         ends += [(Direction.BACKWARD, t, s) for s, t in edges]
         handovers = Handovers(
             rank=link.rank, rank_of=tuple(rank for _, rank in sorted(self.rank_of.items())),
-            edges=edges, owners={}, readers={},
+            edges=edges, owners={}, readers={}, traced=cast("Any", None),
             messages={way: (Carried(binding(*way[:2]), NODE),) for way in ways},
         )  # fmt: skip
         here = {binding(way, s) for way, s, t in ends if self.rank_of[t] == link.rank}

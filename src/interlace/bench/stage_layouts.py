@@ -3,8 +3,9 @@
 Each stage has two ranks of one host of a lab, and hosts are joined by a shaped link. Compute is
 emulated: matmuls, convolutions and attention sleep for their FLOPs at a rate that is set so that
 what crosses between stages, which is real like everything else, takes the share that it takes on
-the machines of Zhuang et al. (arXiv 2211.05322, `stage_layouts_cases`). All ways run the same graphs and
-take turns step by step in one run, and their gradients are compared before, without emulation.
+the machines of Zhuang et al. (arXiv 2211.05322, `stage_layouts_cases`). All ways run the same
+graphs and take turns step by step in one run, and their gradients are compared before, without
+emulation.
 
 Three ways wait for every transfer where it stands, under 1F1B: each receiving rank gets all that it
 needs from a sender ("send/recv"), a share each with an all-gather inside the host ("all-gather"),

@@ -104,17 +104,17 @@ class StageCase:
 
 FULL = (
     StageCase(
-        model="gpt", layouts=("tp", "tp"), micro_batches=4, samples=6, repeats=8
+        model="gpt", layouts=("tp", "tp"), micro_batches=4, samples=4, repeats=6
     ),
     StageCase(
-        model="gpt", layouts=("tp", "tp"), micro_batches=16, samples=6, repeats=4
+        model="gpt", layouts=("tp", "tp"), micro_batches=16, samples=4, repeats=2
     ),
     StageCase(
-        model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=6, repeats=8
+        model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=6
     ),
     StageCase(
         model="u_transformer", layouts=("dp_replicate", "dp_replicate"), micro_batches=32,
-        samples=64, repeats=4,
+        samples=64, repeats=3,
     ),
 )  # fmt: skip
 """GPT of 4 blocks 256 wide on 128 tokens, a U-Transformer of 32 channels on images of 8 x 8: length

@@ -36,15 +36,15 @@ class BlockingLink(LaidOutLink):
     ) -> Transit:
         transit = super()._begun(message, boundary, shards, what)
         self._wait(transit)
-        sends: dict[int, bool] = {}
-        for operation in boundary.program.operations:
-            sends[operation.peer] = operation.sends
         wire = _wire(message, boundary, self._messages)
-        said = torch.zeros(1, dtype=torch.uint8)
-        for peer, sent in sends.items():
-            begin = wire.receive if sent else wire.send
-            with self._said(what):
-                self._ended(begin(said, peer))
+        operations = boundary.program.operations
+        with self._said(what):
+            said = [
+                (wire.receive if sends else wire.send)(torch.zeros(1), peer)
+                for peer, sends in dict.fromkeys((each.peer, each.sends) for each in operations)
+            ]
+            for work in said:
+                self._ended(work)
         return transit
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench.decompose_emulated import emulated_compute
-from interlace.bench.pipeline_world import LIMIT, Batch, Way, take_turns
+from interlace.bench.pipeline_world import LIMIT, Batch, Way, check_same, take_turns
 from interlace.bench.stage_layouts import BLOCKING, OURS, PAPER, SIGNAL, TORCH, WAYS
 from interlace.bench.stage_layouts_cases import StageCase
 from interlace.bench.stage_layouts_links import BlockingLink, ClockedSchedule, SignalLink
@@ -42,6 +42,8 @@ _PINGS = 7
 """Messages that are timed, one after the other; the median counts."""
 _RECORDED = 3
 """Steps of each of our ways that are recorded."""
+_CHECKED = 4
+"""Micro-batches whose gradients are compared."""
 _AT_FIRST, _AT_ONCE = 1e10, 1e18
 """FLOP/s of emulated compute at which passes are timed, to find the rate."""
 
@@ -169,13 +171,16 @@ def measure_case(case: StageCase) -> dict[str, Any]:
 def _rate(ways: StageWays, pass_ns: float) -> float:
     """The FLOP/s of emulated compute at which forward and backward of a stage take so long, with
     everything that is real in them."""
-    few = ways.batches[:3]
-    found = []
-    for rate in (_AT_FIRST, _AT_ONCE):
+    few = ways.batches[:_CHECKED]
+
+    def took(rate: float) -> float:
         with emulated_compute(rate):
-            found.append(_agreed(_pass_ns(ways.record(PAPER, few))))
-    slept, real = found[0] - found[1], found[1]
-    return _AT_FIRST * slept / max(pass_ns - real, pass_ns / 10)
+            return _agreed(median(_pass_ns(ways.record(PAPER, few)) for _ in range(_RECORDED)))
+
+    real, rate = took(_AT_ONCE), _AT_FIRST
+    for _ in range(2):
+        rate *= (took(rate) - real) / max(pass_ns - real, pass_ns / 10)
+    return rate
 
 
 def _pass_ns(record: PipelineRecord) -> float:
@@ -185,13 +190,15 @@ def _pass_ns(record: PipelineRecord) -> float:
 
 
 def check_bits(runs: Mapping[str, Way], ways: StageWays) -> None:
-    """Raise RunError, on all ranks alike, unless all ways give the bits of the blocking one for all
-    weights; PyTorch's pipeline, which adds up otherwise, gradients within a bound."""
+    """Raise RunError unless all ways give the bits of the blocking one for all weights; and
+    PyTorch's pipeline, which adds up otherwise, gradients within a bound."""
+    if TORCH in runs:
+        check_same({name: runs[name] for name in (BLOCKING, TORCH)}, ways.batches)
     seen: dict[str, str] = {}
     for name, run in runs.items():
-        gradients = run(ways.batches)
         if name == TORCH:
             continue
+        gradients = run(ways.batches[:_CHECKED])
         place = dist.get_rank() % ways.model.ranks_of_stage
         own = {
             f"{weight} on rank {place} of its stage": _digest(each)

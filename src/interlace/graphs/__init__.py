@@ -26,7 +26,8 @@ Reading, writing, running:
 
 op_graphs.py          fx graph -> OpGraph, the torch-free form that planners read
 module_paths.py       which block of the model a node belongs to
-spread.py             over which ranks the values of a forward differ
+spread.py             over which ranks the values of a strand differ
+alike.py              which values of a step ranks hold alike, as all of them traced it
 buffers.py            memory of a graph that several operators fill
 writer.py             operators written into a graph, moved and erased
 strides.py            where elements lie: what a trace saw, and what comes

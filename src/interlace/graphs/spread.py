@@ -1,4 +1,4 @@
-"""Over which ranks the values of a forward differ.
+"""Over which ranks the values of a strand differ.
 
 Weights that are cut over ranks make every value that is computed from them differ over those ranks,
 and so do sums that are scattered and values that are exchanged. Gathering and summing up makes
@@ -6,7 +6,8 @@ values equal again. Groups are tuples of ranks: what an axis of a mesh is called
 one axis may have process groups of several names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch.distributed as dist
 from torch import Tensor, fx
@@ -25,15 +26,28 @@ UNCLEAR: Ranks = ()
 over a part of that group."""
 
 
-def spread_of(forward: StrandGraph, tensors: Mapping[str, Tensor]) -> dict[fx.Node, Spread]:
-    """The groups over which each value of a forward differs. `tensors` are the parameters and
-    buffers of the module, by name; what is no DTensor is taken to be equal on all ranks."""
+def spread_of(
+    strand: StrandGraph,
+    tensors: Mapping[str, Tensor],
+    *,
+    saved: Mapping[str, Spread] = MappingProxyType({}),
+    unlike: Collection[fx.Node] = (),
+) -> dict[fx.Node, Spread]:
+    """The groups over which each value of a forward or a backward differs. `tensors` are the
+    parameters and buffers of the module, by name; what is no DTensor is taken to be equal on all
+    ranks. `saved` says the same of what a forward kept, and `unlike` are operators that differ from
+    rank to rank."""
     found: dict[fx.Node, Spread] = {}
-    for node in forward.graph.nodes:
+    for node in strand.graph.nodes:
+        if node in unlike:
+            found[node] = frozenset({UNCLEAR})
+            continue
         if node.op == "placeholder":
-            binding = forward.bindings[node.name]
-            named = binding.role in ("parameter", "buffer")
-            found[node] = _of_tensor(tensors.get(binding.target)) if named else frozenset()
+            binding = strand.bindings[node.name]
+            if binding.role in ("parameter", "buffer"):
+                found[node] = _of_tensor(tensors.get(binding.target))
+            else:
+                found[node] = saved.get(binding.target, frozenset())
             continue
         spread = frozenset[Ranks]().union(*(found[source] for source in node.all_input_nodes))
         if is_collective(node):

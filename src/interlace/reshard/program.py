@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from interlace.reshard.messages import Boxes, Message, Region, local_region, split_parts
 from interlace.reshard.planning.transfer_plan import Part, TransferPlan
@@ -85,6 +85,19 @@ def make_program(plan: TransferPlan, rank: int, *, most_bytes: int) -> Program:
                     arrivals.add(part, len(operations))
             operations.append(Operation(peer, sends, boxes.make_message(plan, owned), after))
     return Program(operations=tuple(operations), copies=_copies(plan, rank, boxes), boxes=boxes)
+
+
+def receives_first(program: Program) -> Program:
+    """The same with all receives in front, for who waits only once all is issued: on gloo nothing
+    moves before its receive is posted. Between two ranks each direction keeps its order."""
+    operations = program.operations
+    order = sorted(range(len(operations)), key=lambda index: operations[index].sends)
+    place = {index: at for at, index in enumerate(order)}
+    moved = (
+        replace(operations[index], after=tuple(place[each] for each in operations[index].after))
+        for index in order
+    )
+    return replace(program, operations=tuple(moved))
 
 
 def _copies(plan: TransferPlan, rank: int, boxes: Boxes) -> tuple[LocalCopy, ...]:

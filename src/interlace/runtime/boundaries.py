@@ -2,10 +2,11 @@
 
 Every rank has traced the whole model in the layout of its own stage, and cut it where all others
 do. So both ends of a message know the same tensors in the same order, each in parts of its own
-shape; from these follow the layouts (`reshard.planning.inferred_layouts`), and from them a plan.
+shape; from these follow the layouts (`reshard.planning.inferred_layouts`), and from them a plan. Of
+values that graphs show to be alike on all ranks of an axis (`graphs.alike`) only one is sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +14,18 @@ import torch.distributed as dist
 from torch import fx
 
 from interlace.errors import InputError
+from interlace.graphs.alike import is_alike, unlike_nodes
 from interlace.graphs.module_paths import module_path
 from interlace.hardware.topology import host_groups
 from interlace.ir.actions import Direction
+from interlace.parallel.meshes import CONTEXT_AXIS
 from interlace.ranks.agree import refused_together
 from interlace.ranks.small_collectives import gather_json
 from interlace.reshard.agreement import ASSUMED, host_name
 from interlace.reshard.planning.inferred_layouts import InferredLayouts, infer_layouts
 from interlace.reshard.planning.make_plan import make_plan
 from interlace.reshard.planning.transfer_plan import TensorSpec
-from interlace.reshard.program import Program, make_program
+from interlace.reshard.program import Program, make_program, receives_first
 from interlace.runtime.handovers import Carried, Handovers, Route
 from interlace.runtime.stage_meshes import DATA_AXES, StageMeshes
 
@@ -58,6 +61,8 @@ class _Tensor:
     """The shape of a rank's part."""
     dtype: str
     itemsize: int
+    alike: tuple[str, ...]
+    """Axes of the stage whose ranks all hold the same."""
 
 
 def boundaries_of(
@@ -69,10 +74,14 @@ def boundaries_of(
     Raises InputError, on all ranks alike, where stages do not agree on what crosses, or on how it
     is laid out."""
     _refuse_shared(handovers, stages)
+    alike = _alike(handovers, stages)
     with refused_together():
         ordered = {route: _in_order(values) for route, values in handovers.messages.items()}
         own = {
-            _text(route): [_facts(handovers.messages[route][place]) for place in order]
+            _text(route): [
+                [*_facts(handovers.messages[route][place]), alike(handovers.messages[route][place])]
+                for place in order
+            ]
             for route, order in ordered.items()
         }
     of_ranks = gather_json({"messages": own, "host": host_name()}, None)
@@ -95,14 +104,33 @@ def boundaries_of(
                 number=number,
                 order=ordered[route],
                 layouts=tuple(layouts),
-                program=make_program(plan, dist.get_rank(), most_bytes=_MESSAGE_BYTES),
+                program=receives_first(
+                    make_program(plan, dist.get_rank(), most_bytes=_MESSAGE_BYTES)
+                ),
                 names=names,
             )
     return found
 
 
-def _tensor(path: str, part: Sequence[int], dtype: str, itemsize: int) -> _Tensor:
-    return _Tensor(path, tuple(part), dtype, itemsize)
+def _alike(handovers: Handovers, stages: StageMeshes) -> Callable[[Carried], list[str]]:
+    """Which axes of this rank's stage hold a value alike, as far as graphs can tell. Collective on
+    the stage. Ranks along the axes of data differ, whatever graphs say."""
+    traced = handovers.traced
+    of_ranks = gather_json(traced.texts(), stages.stage)
+    spreads = traced.spreads(unlike_nodes(traced.nodes, of_ranks))
+    names = stages.mesh.mesh_dim_names or ()
+    ranks = {
+        axis: tuple(dist.get_process_group_ranks(stages.mesh.get_group(axis)))
+        for axis in names
+        if axis not in (*DATA_AXES, CONTEXT_AXIS)
+    }
+    return lambda value: [axis for axis, own in ranks.items() if is_alike(spreads[value.node], own)]
+
+
+def _tensor(
+    path: str, part: Sequence[int], dtype: str, itemsize: int, alike: Sequence[str]
+) -> _Tensor:
+    return _Tensor(path, tuple(part), dtype, itemsize, tuple(alike))
 
 
 def _specs(
@@ -138,7 +166,8 @@ def _layouts(
     found = []
     for place, (one, other) in enumerate(zip(sent, awaited, strict=True)):
         name = _called(text, place, one)
-        layouts = infer_layouts(name, source, one.part, destination, other.part)
+        alike = {*one.alike} & {*other.alike}
+        layouts = infer_layouts(name, source, one.part, destination, other.part, alike)
         over = [axis for axis in layouts.copied if axis in DATA_AXES]
         if over and route[0] == Direction.BACKWARD:
             raise InputError(

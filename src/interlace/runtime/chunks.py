@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from interlace.errors import InputError, nearest
+from interlace.graphs.alike import TracedStep
 from interlace.graphs.chunk_parts import Cut, cut_parts
 from interlace.graphs.chunk_places import backward_chunks, forward_chunks, weight_half
 from interlace.graphs.module_paths import module_path
@@ -262,6 +263,17 @@ class _Chunking:
                 name: max(chunks) for name, chunks in _readers(self.backward, "gradient").items()
             },
             readers=self._whole._parameter_readers(),
+            traced=self._traced(),
+        )
+
+    def _traced(self) -> TracedStep:
+        strands = self.strands
+        module = strands.module
+        return TracedStep(
+            strands.parts[FORWARD],
+            strands.parts[BACKWARD],
+            {**dict(module.named_parameters()), **dict(module.named_buffers())},
+            strands.axes,
         )
 
     def _parameter_readers(self) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from interlace.errors import InputError
+from interlace.graphs.alike import TracedStep
 from interlace.graphs.trace import Binding
 from interlace.ir.actions import Direction
 from interlace.ir.stage_messages import Edge
@@ -51,6 +52,8 @@ class Handovers:
     """By parameter that gets a gradient, the chunk that adds it up."""
     readers: Mapping[str, tuple[int, ...]]
     """By parameter, the chunks that read it."""
+    traced: TracedStep
+    """What the values are from."""
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The ranks that hold a parameter, in order: that read it, or add up its gradient."""

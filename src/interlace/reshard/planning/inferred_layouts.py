@@ -2,13 +2,14 @@
 
 Two programs with the same model code hold parts of the same tensor, laid out by axes of the same
 names. An axis that is equally wide on both meshes needs no answer: what its rank i holds on one
-mesh, its rank i holds on the other, whatever that is. Any other axis either cuts one dimension,
-the same on both meshes, or its ranks hold the same; the whole tensor must come out alike. Where
-several layouts fit, that with the fewest cuts is taken: it takes parts of the source for copies at
-worst, and who moves the tensor can compare these.
+mesh, its rank i holds on the other, whatever that is; unless its ranks are known to hold the same,
+which need not be sent by all of them then. Any other axis either cuts one dimension, the same on
+both meshes, or its ranks hold the same; the whole tensor must come out alike. Where several layouts
+fit, that with the fewest cuts is taken: it takes parts of the source for copies at worst, and who
+moves the tensor can compare these.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -43,7 +44,7 @@ class InferredLayouts:
     destination: Layout
     leading: int
     """Dimensions that both layouts have in front of those of the tensor, one for each axis that is
-    equally wide; a rank's part has size 1 in each."""
+    equally wide and whose ranks may differ; a rank's part has size 1 in each."""
     copied: tuple[str, ...]
     """Axes of either mesh whose ranks hold the same."""
 
@@ -54,14 +55,17 @@ def infer_layouts(
     source_part: Sequence[int],
     destination: NamedMesh,
     destination_part: Sequence[int],
+    alike: Collection[str] = (),
 ) -> InferredLayouts:
     """The layouts of a tensor of which ranks of `source` hold parts of one shape, and those of
-    `destination` parts of another.
+    `destination` parts of another. The ranks of `alike` axes are known to hold the same.
 
     Raises InputError if no layouts fit, or several with equally few cuts do."""
-    matched = [
+    equal = [
         axis for axis, size in source.sizes.items() if destination.sizes.get(axis, 1) == size > 1
     ]
+    matched = [axis for axis in equal if axis not in alike]
+    known: _Cuts = {axis: None for axis in equal if axis in alike}
     others = [
         axis
         for axis in dict.fromkeys((*source.sizes, *destination.sizes))
@@ -70,7 +74,7 @@ def infer_layouts(
     found: list[tuple[_Cuts, tuple[int, ...]]] = []
     if len(source_part) == len(destination_part):
         for chosen in product((None, *range(len(source_part))), repeat=len(others)):
-            cuts = dict(zip(others, chosen, strict=True))
+            cuts = {**known, **dict(zip(others, chosen, strict=True))}
             whole = _whole(source_part, source, cuts)
             if whole == _whole(destination_part, destination, cuts):
                 found.append((cuts, whole))
