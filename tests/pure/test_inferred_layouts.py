@@ -92,3 +92,14 @@ def test_cuts_are_found_again(data: st.DataObject) -> None:
             assert tuple(stop - start for start, stop in box)[found.leading :] == shape
     others = [axis for axis in AXES if sizes[0][axis] != sizes[1][axis]]
     assert len(others) - len(found.copied) <= sum(axis in cut for axis in others)
+
+
+def test_axes_whose_ranks_hold_the_same_are_copies() -> None:
+    """An equally wide axis is one of the parts of a tensor, unless its ranks are known to be
+    alike."""
+    ends = mesh({"dp": 2, "tp": 2}), mesh({"dp": 2, "tp": 2}, first=4)
+    unknown = infer_layouts("x", ends[0], (4, 6), ends[1], (4, 6))
+    assert (unknown.source.shape, unknown.leading, unknown.copied) == ((2, 2, 4, 6), 2, ())
+    known = infer_layouts("x", ends[0], (4, 6), ends[1], (4, 6), alike=["tp"])
+    assert (known.source.shape, known.leading, known.copied) == ((2, 4, 6), 1, ("tp",))
+    assert known.source.placements == known.destination.placements == ("S(0)", "R")

@@ -99,7 +99,7 @@ class StageCase:
     @property
     def is_tensor_parallel(self) -> bool:
         """Whether PyTorch's pipelines can run it as it is: all ranks have the whole batch."""
-        return self.layouts == ("tp", "tp")
+        return tuple(self.layouts) == ("tp", "tp")
 
 
 FULL = (
