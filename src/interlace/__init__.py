@@ -31,7 +31,7 @@ rules.py      values of a RunConfig that can never work together
 run_files.py  names of the files in the folder of a run, and readers of them
 claims.py     who may write into a directory: one run at a time
 hardware/     descriptions of machines and clusters, and times that follow from them
-stage_layouts.py  stages of a pipeline that are laid out each in its own way, as run files have them
+stage_degrees.py  how many ranks share what in stages that are laid out each in its own way
 text.py       numbers and tables as people read them
 config.py     RunConfig: everything that a run is asked to do
 ir/           the shared vocabulary: graphs, plans, costs, timelines as data

@@ -16,7 +16,7 @@ from interlace.config import (
     world_of_stage,
 )
 from interlace.errors import InputError
-from interlace.stage_layouts import stages_of, widest
+from interlace.stage_degrees import stages_of, widest
 
 _POSITIVE = (
     "model.layers",

@@ -12,7 +12,7 @@ from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.ranks.launched import adopt_job, follow_launcher
 from interlace.rules import resolve_layout
-from interlace.stage_layouts import ranks_of
+from interlace.stage_degrees import ranks_of
 
 MOST_RANKS = 16
 """So many local processes are started without being asked for by number."""

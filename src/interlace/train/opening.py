@@ -35,7 +35,7 @@ from interlace.runtime.stage_meshes import StageMeshes
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import Schedule, find
 from interlace.schedules.stage import StageSchedule
-from interlace.stage_layouts import of_rank, stages_of, vocabulary_divisor
+from interlace.stage_degrees import of_rank, stages_of, vocabulary_divisor
 from interlace.step import Draws, Step
 from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.fully_sharded import FullyShardedRunner, sharded_twin

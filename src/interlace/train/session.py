@@ -25,7 +25,7 @@ from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
 from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
-from interlace.stage_layouts import stages_of, widest
+from interlace.stage_degrees import stages_of, widest
 from interlace.step import Step
 from interlace.train.gradient_norm import clip_by, global_norm, norm_over_stages
 from interlace.train.step_runners import StepRunner
