@@ -1,4 +1,4 @@
-"""One rank of the bench of stages: `python -m interlace.bench.stage_layouts_world JOB RESULT`.
+"""One rank of the bench of stages: `python -m interlace.bench.stage_transfers_world JOB RESULT`.
 
 For each case, three schedules are compiled, and 1F1B gets several links: blocking ones by three
 strategies of resharding. Gradients of all ways are compared as they are computed, bit for bit; then
@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from interlace.bench.decompose_emulated import emulated_compute
 from interlace.bench.pipeline_world import LIMIT, Batch, Way, check_same, take_turns
-from interlace.bench.stage_layouts import BLOCKING, OURS, PAPER, SIGNAL, TORCH, WAYS
-from interlace.bench.stage_layouts_cases import StageCase
-from interlace.bench.stage_layouts_links import BlockingLink, ClockedSchedule, SignalLink
-from interlace.bench.stage_layouts_models import StageModel, model_of
+from interlace.bench.stage_transfers import BLOCKING, OURS, PAPER, SIGNAL, TORCH, WAYS
+from interlace.bench.stage_transfers_cases import StageCase
+from interlace.bench.stage_transfers_links import BlockingLink, ClockedSchedule, SignalLink
+from interlace.bench.stage_transfers_models import StageModel, model_of
 from interlace.errors import RunError
 from interlace.ir.actions import Direction
 from interlace.ir.stage_messages import StageMessage
@@ -208,7 +208,7 @@ def check_bits(runs: Mapping[str, Way], ways: StageWays) -> None:
         found = {weight: digest for each in of_ranks for weight, digest in each.items()}
         if name == BLOCKING:
             seen = found
-        elif not ways.model.same_parts(found, seen):
+        elif not ways.model.same_parts(found, seen, moved=name == OURS):
             other = [weight for weight in seen if found.get(weight) != seen[weight]]
             raise RunError(f"{name} has other bits than {BLOCKING} in the gradient of {other[:3]}")
 
