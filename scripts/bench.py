@@ -38,6 +38,7 @@ BENCHES = (
     Bench("pipeline", 8, links=True),
     Bench("searched", 14, links=False),
     Bench("tensor_share", 15, links=True),
+    Bench("stage_transfers", 14, links=True),
 )
 
 

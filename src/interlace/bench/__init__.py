@@ -29,10 +29,10 @@ searched.py            a pipeline searched for an uneven model, against interlea
 searched_world.py      its program: one rank that runs steps by all ways, in turns
 tensor_share.py        the W shape with two strands against 1F1B, by share of communication
 tensor_share_world.py  its program: one rank that runs steps by all ways, in turns
-stage_layouts.py       two stages on two hosts, each in its own layout, by the paper's methods
-stage_layouts_cases.py   its cases, and the paper's shares of communication
-stage_layouts_models.py  its models, in the layout of a rank's stage
-stage_layouts_links.py   its ways that wait for every transfer, or transfer next to nothing
-stage_layouts_world.py   its program: one rank that runs steps by all ways, in turns
+stage_transfers.py       two stages on two hosts, each in its own layout, by the paper's methods
+stage_transfers_cases.py   its cases, and the paper's shares of communication
+stage_transfers_models.py  its models, in the layout of a rank's stage
+stage_transfers_links.py   its ways that wait for every transfer, or transfer next to nothing
+stage_transfers_world.py   its program: one rank that runs steps by all ways, in turns
 results.py             the form of every result: rows, environment, table, JSON file
 """

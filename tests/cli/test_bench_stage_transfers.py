@@ -6,9 +6,9 @@ import torch
 
 from interlace.bench.decompose_emulated import emulated_compute
 from interlace.bench.searched import EMULATED
-from interlace.bench.stage_layouts import BLOCKING, OURS, PAPER, SIGNAL, TORCH, WAYS, rows_of, run
-from interlace.bench.stage_layouts_cases import FULL, GPT_1B3, QUICK, U_TRANSFORMER_1B, StageCase
-from interlace.bench.stage_layouts_links import by_the_clock
+from interlace.bench.stage_transfers import BLOCKING, OURS, PAPER, SIGNAL, TORCH, WAYS, rows_of, run
+from interlace.bench.stage_transfers_cases import FULL, GPT_1B3, QUICK, U_TRANSFORMER_1B, StageCase
+from interlace.bench.stage_transfers_links import by_the_clock
 from interlace.errors import InputError
 from interlace.ir.stage_messages import chain
 from interlace.models.u_transformer import UTransformer, preset

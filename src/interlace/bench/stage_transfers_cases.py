@@ -107,14 +107,11 @@ FULL = (
         model="gpt", layouts=("tp", "tp"), micro_batches=4, samples=4, repeats=6
     ),
     StageCase(
-        model="gpt", layouts=("tp", "tp"), micro_batches=16, samples=4, repeats=2
-    ),
-    StageCase(
         model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=6
     ),
     StageCase(
         model="u_transformer", layouts=("dp_replicate", "dp_replicate"), micro_batches=32,
-        samples=64, repeats=3,
+        samples=64, repeats=2,
     ),
 )  # fmt: skip
 """GPT of 4 blocks 256 wide on 128 tokens, a U-Transformer of 32 channels on images of 8 x 8: length

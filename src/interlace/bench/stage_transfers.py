@@ -3,7 +3,7 @@
 Each stage has two ranks of one host of a lab, and hosts are joined by a shaped link. Compute is
 emulated: matmuls, convolutions and attention sleep for their FLOPs at a rate that is set so that
 what crosses between stages, which is real like everything else, takes the share that it takes on
-the machines of Zhuang et al. (arXiv 2211.05322, `stage_layouts_cases`). All ways run the same
+the machines of Zhuang et al. (arXiv 2211.05322, `stage_transfers_cases`). All ways run the same
 graphs and take turns step by step in one run, and their gradients are compared before, without
 emulation.
 
@@ -30,7 +30,7 @@ from interlace.bench.results import (
     write_json,
 )
 from interlace.bench.searched import EMULATED
-from interlace.bench.stage_layouts_cases import FULL, QUICK, StageCase
+from interlace.bench.stage_transfers_cases import FULL, QUICK, StageCase
 from interlace.errors import InputError, RunError
 from interlace.lab import hosts
 
@@ -76,7 +76,7 @@ def run(*, quick: bool, json_path: Path | None) -> int:
             f"lab link of {_RATE} between hosts; {EMULATED}: matmuls, convolutions and attention "
             "sleep for their FLOPs"
         )
-        write_json(json_path, "stage_layouts", environment(link), rows)
+        write_json(json_path, "stage_transfers", environment(link), rows)
         print(json_path)
     return 0
 
@@ -89,7 +89,7 @@ def measure(cases: Sequence[StageCase]) -> list[dict[str, Any]]:
         command = [
             sys.executable,
             "-m",
-            "interlace.bench.stage_layouts_world",
+            "interlace.bench.stage_transfers_world",
             str(told),
             str(result),
         ]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from interlace.api import compile_step
 from interlace.bench.pipeline_rivals import build_rival
 from interlace.bench.pipeline_world import Batch, Way, batches_of, loss_of, step_loss
-from interlace.bench.stage_layouts_cases import StageCase
+from interlace.bench.stage_transfers_cases import StageCase
 from interlace.bench.tensor_share import ShareSize
 from interlace.bench.tensor_share_world import SplitGpt
 from interlace.config import PlanConfig
@@ -100,11 +100,13 @@ class StageModel:
         named = self._modules[schedule].named_parameters()
         return {name: _local(p.grad) for name, p in named if p.grad is not None}
 
-    def same_parts(self, found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-        """Whether these are equal for all weights. If a schedule puts a weight into the other stage
-        that is laid out otherwise, ranks hold other parts of it, and only names are compared."""
-        if len(set(self.case.layouts)) > 1 and found.keys() == expected.keys():
-            return True
+    def same_parts(
+        self, found: Mapping[str, Any], expected: Mapping[str, Any], *, moved: bool
+    ) -> bool:
+        """Whether these are equal for all weights. With `moved` some weights are in the other
+        stage; if that is laid out otherwise, its ranks hold other parts, and names are compared."""
+        if moved and len(set(self.case.layouts)) > 1:
+            return found.keys() == expected.keys()
         return found == expected
 
     def rival(self) -> Way:
