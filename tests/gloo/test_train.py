@@ -191,7 +191,8 @@ def test_going_on_with_other_ranks_leaves_no_records_of_those_that_are_gone(
     """Files of an earlier layout would be shown as this run's."""
     config = replace(RunConfig(), strands="eager")
     session: Any = SimpleNamespace(
-        config=config, device=torch.device("cpu"), world_size=2, dataset=SimpleNamespace(digest=""),
+        config=config, asked=config, device=torch.device("cpu"), world_size=2,
+        dataset=SimpleNamespace(digest=""),
         costs=None, main=None, plan=None,
     )  # fmt: skip
     for rank in (0, 1, 2, 3, 10):

@@ -134,6 +134,7 @@ def test_a_run_whose_ranks_differ_stops_and_writes_no_checkpoint(
     """At the start, and where they came to differ on the way before the next checkpoint."""
     place = Workplace(tmp_path)
     changes = {"strands": "eager", "train.steps": "4", "output.directory": "out"}
+    changes |= {"model.layers": "2"}
     results = run_ranks(
         "test_weights_agree:train",
         2,
