@@ -12,6 +12,7 @@ is sequence-first, so that a sequence-parallel gather is one contiguous copy.
 llama.py                Llama
 gpt.py                  GPT-2 and GPT-3
 u_transformer.py        a denoising U-Net with attention, for `compile_step`; no model file
+experts.py              experts of a mixture-of-experts layer; expert parallelism shares them
 attention.py            attention between projected heads; context parallelism replaces it
 transformers_model.py   a model of `transformers`, as it is
 hugging_face.py         Hugging Face checkpoints of our models, read and written
