@@ -10,7 +10,7 @@ Letters: N tokens, K experts per token, D width, F inner width, E experts, R ran
 L = E / R experts of a rank. Rows on the side of the *tokens* are sorted by expert; rows on the
 side of the *experts* by this rank's expert, and then by the rank that they came from.
 
-order.py      rows of tokens sorted by expert, and back
-exchange.py   rows to the ranks of their experts, and back; the counts that say how many
-grouped.py    one matmul for each expert, on the rows that it got
+rows_by_expert.py  rows of tokens sorted by expert, and back
+between_ranks.py   rows to the ranks of their experts, and back; the counts that say how many
+grouped.py         one matmul for each expert, on the rows that it got
 """

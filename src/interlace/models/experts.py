@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interlace.experts.exchange import host_counts
+from interlace.experts.between_ranks import host_counts
 from interlace.experts.grouped import grouped_matmul
-from interlace.experts.order import expert_order, rows_of_tokens, tokens_of_rows
+from interlace.experts.rows_by_expert import expert_order, rows_of_tokens, tokens_of_rows
 
 
 class OneRank(nn.Module):
