@@ -27,6 +27,7 @@ _POSITIVE = (
     "parallel.data_replicate",
     "parallel.context",
     "parallel.tensor",
+    "parallel.expert",
     "parallel.pipeline",
     "parallel.bucket_mib",
     "data.sequence_length",
@@ -246,10 +247,27 @@ def _check_layout(config: RunConfig) -> None:
             f"{parallel.zero} keeps them whole",
             hint="set parallel.zero to 3, or parallel.reduce to step",
         )
+    _check_expert(parallel)
     if config.train.recompute == "budget" and not config.train.recompute_mib:
         raise InputError(
             "train.recompute = 'budget' needs a budget",
             hint="set train.recompute_mib to what one micro-batch may keep for its backward",
+        )
+
+
+def _check_expert(parallel: ParallelConfig) -> None:
+    """Ranks of `ep` are in a row among those that see other tokens, replica by replica."""
+    if parallel.expert == 1 or parallel.data_shard == -1:
+        return
+    shard = parallel.data_shard * parallel.context
+    ranks = parallel.data_replicate * shard
+    if ranks % parallel.expert or (shard % parallel.expert and parallel.expert % shard):
+        raise InputError(
+            f"parallel.expert = {parallel.expert} does not fit into the {ranks} ranks that see "
+            f"other tokens: data_replicate {parallel.data_replicate} x data_shard "
+            f"{parallel.data_shard} x context {parallel.context}",
+            hint="parallel.expert divides data_shard x context, or is a multiple of it that "
+            "divides all of these ranks",
         )
 
 
@@ -348,6 +366,7 @@ def resolve_layout(config: RunConfig, world_size: int) -> RunConfig:
             hint=f"start {world_of(parallel)} ranks (--nproc {world_of(parallel)}), or change a "
             f"degree so that the product is {world_size}",
         )
+    _check_expert(parallel)
     return replace(config, parallel=parallel)
 
 

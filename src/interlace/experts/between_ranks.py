@@ -71,6 +71,11 @@ def _(
     return rows.new_empty(rows_out, rows.shape[1])
 
 
+COUNTS = torch.ops.interlace.host_counts.default
+"""Operators, as they stand in traced graphs."""
+EXCHANGE = torch.ops.interlace.expert_exchange.default
+
+
 def padded(rows: Tensor, count: int) -> Tensor:
     """`count` rows, of which those behind the given ones are 0."""
     out = rows.new_zeros(count, *rows.shape[1:])

@@ -12,5 +12,6 @@ ring.py             ring attention: keys and values travel past all queries
 ulysses.py          Ulysses: ranks trade the sequence for heads
 block_attention.py  attention of a block of queries to a block of keys
 in_graph.py         how a custom autograd function gets into a traced graph
+expert.py           expert parallelism: the experts of a layer are dealt to ranks
 data.py             which weights data-parallel ranks share, and in which buckets
 """

@@ -15,7 +15,8 @@ from interlace.models import model_file
 from interlace.models.hugging_face import load_config, load_weights
 from interlace.models.transformers_model import TransformersLoss, build, has_weights
 from interlace.parallel.context import apply_context_parallel
-from interlace.parallel.meshes import Meshes
+from interlace.parallel.expert import apply_expert_parallel
+from interlace.parallel.meshes import EXPERT_AXIS, Meshes
 from interlace.parallel.plans import apply_published_plan
 from interlace.parallel.tensor import apply_tensor_parallel
 from interlace.rules import check
@@ -42,8 +43,10 @@ def build_module(
             hint="give its sub-modules roles (interlace/parallel/tensor.py), or set "
             "parallel.tensor to 1",
         )
-    apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
     folder = Path(config.model.config)
+    if meshes.experts is not None:
+        apply_expert_parallel(model, meshes.experts[EXPERT_AXIS])
+    apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
     if config.model.config and has_weights(folder) and not is_fake():
         load_weights(model, folder)
     return NextTokenLoss(model)

@@ -78,7 +78,7 @@ class FullyShardedRunner:
                 target.copy_(own)
                 continue
             whole = source.full_tensor() if isinstance(source, DTensor) else source
-            ranks, rank = self.layout.shard.size, self.weights.shard_rank
+            ranks, rank = self.layout.buckets[0].shard.size, self.weights.shard_rank
             pieces = whole.chunk(ranks, dim=0)
             if rank < len(pieces):
                 target.copy_(pieces[rank])
@@ -91,7 +91,7 @@ class FullyShardedRunner:
             weight, part = self._weights[name], local(gradient)
             if weight.dim != 0 or part.shape != local(master).shape:
                 whole = gradient.full_tensor()
-                part = cut(weight, whole, self.layout.shard.size, self.weights.shard_rank)
+                part = cut(weight, whole, self.weights.shard_rank)
             assert isinstance(master, DTensor)
             master.grad = DTensor.from_local(
                 part.contiguous(), master.device_mesh, master.placements,

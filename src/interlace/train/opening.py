@@ -297,7 +297,9 @@ def _draws(setup: Setup) -> Draws:
 def _can_fully_shard(config: RunConfig) -> bool:
     parallel = config.parallel
     return (
-        parallel.zero == 3 and parallel.data_shard > 1 and parallel.tensor == parallel.context == 1
+        parallel.zero == 3
+        and parallel.data_shard > 1
+        and parallel.tensor == parallel.context == parallel.expert == 1
     )
 
 

@@ -150,9 +150,9 @@ class MasterWeights:
             if not bucket.sharded:
                 continue
             flat = self._shards.computing[bucket.index]
-            ranks, group = self.data.shard.size, self.data.shard.group
+            ranks, group = bucket.shard.size, bucket.shard.group
             gathered = _wait(_functional.all_gather_into_tensor(flat, ranks, group))
-            of_rank = [views(bucket, part, ranks) for part in gathered.view(ranks, -1)]
+            of_rank = [views(bucket, part) for part in gathered.view(ranks, -1)]
             for weight in bucket.weights:
                 assert weight.dim is not None
                 target = local(parameters[weight.name])
@@ -167,10 +167,11 @@ class MasterWeights:
         if self.data is None:
             return {("gradient", name): total for name, total in sums.items()}
         found: dict[tuple[str, str], Tensor] = {}
-        axes = [axis for axis in (self.data.shard, self.data.replicate) if axis.size > 1]
         for bucket in self.data.buckets:
             flat = torch.cat([sums[weight.name].reshape(-1) for weight in bucket.weights])
-            for axis in axes:
+            for axis in (bucket.shard, bucket.replicate):
+                if axis.size == 1:
+                    continue
                 flat = _wait(_functional.all_reduce(flat, "sum", axis.group))
             flat /= self.data.ranks
             pieces = flat.split([weight.elements for weight in bucket.weights])
@@ -238,7 +239,7 @@ class MasterWeights:
                 continue
             layout = placements.get(name)
             if layout and len(layout) < len(master.placements):
-                layout = (*master.placements[:2], layout[0])
+                layout = (*master.placements[:-1], layout[0])
             master.grad = _laid_out(part, master.device_mesh, layout or master.placements, master)
 
 
@@ -314,25 +315,26 @@ class _Shards:
         compute_dtype: torch.dtype,
     ) -> None:
         self.data = data
-        self.ranks = data.shard.size
         self.flat: dict[int, Tensor] = {}
         """Masters of each sharded bucket, float32."""
         self.computing: dict[int, Tensor] = {}
         """The same in the type that graphs compute with."""
         self.masters: dict[str, nn.Parameter] = {}
         self._sharded: set[str] = set()
-        mesh = meshes.weights
-        self.rank = mesh.get_local_rank(SHARD_AXIS)
+        self._meshes = {False: meshes.weights, True: meshes.experts}
+        """Of buckets, by whether they hold dealt experts."""
+        self.rank = meshes.weights.get_local_rank(SHARD_AXIS)
         for bucket in data.buckets:
             if bucket.sharded:
                 self._shard(bucket, whole, compute_dtype)
         for bucket in data.buckets:
-            parts = self._parts(bucket, whole)
+            parts, mesh = self._parts(bucket, whole), self._meshes[bucket.dealt]
+            assert mesh is not None
             for weight in bucket.weights:
                 tensor = whole[weight.name]
                 over = tensor.placements if isinstance(tensor, DTensor) else None
                 layout = placements_of(weight, over)
-                part = _laid_out(parts[weight.name], mesh, layout, tensor)
+                part = _laid_out(parts[weight.name], mesh, layout, tensor, weight.dealt)
                 self.masters[weight.name] = nn.Parameter(part)
         self.masters = {name: self.masters[name] for name in whole}
 
@@ -345,12 +347,17 @@ class _Shards:
 
     def _parts(self, bucket: Bucket, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if bucket.sharded:
-            return views(bucket, self.flat[bucket.index], self.ranks)
+            return views(bucket, self.flat[bucket.index])
         return {weight.name: local(whole[weight.name]) for weight in bucket.weights}
 
     def pack(self, wholes: Mapping[Weight, Tensor]) -> Tensor:
         """This rank's parts of whole weights of one bucket, one behind the other."""
-        parts = [cut(weight, whole, self.ranks, self.rank) for weight, whole in wholes.items()]
+        rank = self.rank
+        if any(weight.dealt > 1 for weight in wholes):
+            mesh = self._meshes[True]
+            assert mesh is not None
+            rank = mesh.get_local_rank(SHARD_AXIS)
+        parts = [cut(weight, whole, rank) for weight, whole in wholes.items()]
         return torch.cat([part.reshape(-1) for part in parts])
 
     def is_sharded(self, name: str) -> bool:
@@ -369,17 +376,19 @@ class _Shards:
         for bucket in self.data.buckets:
             if bucket.sharded:
                 flat = buffers["shard_gradient", str(bucket.index)]
-                found |= views(bucket, flat, self.ranks)
+                found |= views(bucket, flat)
         return found
 
 
 def _laid_out(
-    part: Tensor, mesh: DeviceMesh, placements: Iterable[Placement], like: Tensor
+    part: Tensor, mesh: DeviceMesh, placements: Iterable[Placement], like: Tensor, dealt: int = 1
 ) -> DTensor:
-    """A DTensor of `part`, with the global shape of `like`."""
+    """A DTensor of `part`, with the global shape of `like`, of which there are `dealt` along
+    dimension 0."""
+    shape = torch.Size((dealt * like.shape[0], *like.shape[1:])) if dealt > 1 else like.shape
     return DTensor.from_local(
         part, mesh, tuple(placements),
-        run_check=False, shape=like.shape, stride=like.stride(),
+        run_check=False, shape=shape, stride=like.stride(),
     )  # fmt: skip
 
 
