@@ -5,6 +5,7 @@ session.py        one rank's model, data, weights, optimizer and runners
 opening.py        how a session is made from a RunConfig
 built_model.py    the module that a rank trains, laid out, with its loss
 weights.py        master weights: what the optimizer owns
+bucket_shards.py  this rank's share of weights that data-parallel ranks own between them
 stage_shards.py   ZeRO in a stage of a pipeline
 gradient_norm.py  the norm of all gradients, and clipping by it
 optimizer.py      AdamW with warm-up and decay
