@@ -178,8 +178,11 @@ def _model_config(folder: Path, manifest: Manifest) -> ModelConfig:
             f"{manifest.state.get('versions')}",
         )
     # JSON has lists only, and a configuration has tuples.
-    plain = {key: tuple(each) if isinstance(each, list) else each for key, each in saved.items()}
-    return ModelConfig(**{**plain, "experts": ExpertsConfig(**experts), "vocab_size": vocabulary})
+    plain: dict[str, Any] = {
+        key: tuple(each) if isinstance(each, list) else each for key, each in saved.items()
+    }
+    plain["experts"] = ExpertsConfig(**experts)
+    return replace(ModelConfig(**plain), vocab_size=vocabulary)
 
 
 def _known(values: Any, type_: type) -> TypeGuard[dict[str, Any]]:

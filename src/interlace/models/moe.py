@@ -148,19 +148,25 @@ class MixtureOfExperts(nn.Module):
         """Logits of the next token at each position, and what balances the experts."""
         x_SBD = self.embedding(tokens_BS.t())
         loads: list[Tensor] = []
-        probability_E: Tensor | None = None
+        # Added up block by block, not stacked, so that deep models are traced by a few blocks.
+        load_E = probability_E = None
         for block in self.blocks:
             found = block(x_SBD)
             if not isinstance(found, Routed):
                 x_SBD = found
                 continue
-            x_SBD, load_E, each_E = found
-            loads.append(load_E)
-            probability_E = each_E if probability_E is None else probability_E + each_E
-        load_LE, loss = torch.stack(loads), None
-        if probability_E is not None:
-            loss = auxiliary_loss(load_LE, probability_E, tokens_BS.numel())
-        return RoutedLogits(self.head(self.norm(x_SBD)), loss, load_LE)
+            x_SBD = found.x
+            loads.append(found.load)
+            load_E = _sum(load_E, found.load)
+            probability_E = _sum(probability_E, found.probability)
+        loss = None
+        if load_E is not None and probability_E is not None:
+            loss = auxiliary_loss(load_E, probability_E, len(loads) * tokens_BS.numel())
+        return RoutedLogits(self.head(self.norm(x_SBD)), loss, torch.stack(loads))
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None or other is None else one + other
 
 
 def _norm(config: ModelConfig) -> nn.Module:

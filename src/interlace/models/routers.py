@@ -34,10 +34,10 @@ class Routing(NamedTuple):
     """Where the tokens of one layer go."""
 
     ids: Tensor
-    """The experts of each token, all different: [N, K], int64."""
-    gates: Tensor
-    """Weights of their outputs, [N, K], in the dtype of the tokens; 0 where an expert is over its
+    """The experts of each token, all different: [N, K], int64; E, none, where one is over its
     capacity."""
+    gates: Tensor
+    """Weights of their outputs, [N, K], in the dtype of the tokens; 0 for none."""
     load: Tensor
     """Tokens that chose each expert, dropped ones included: [E], int64."""
     probability: Tensor | None
@@ -70,7 +70,7 @@ class Router(nn.Module):
         gates_NK = gates_NK * config.scale
         if config.capacity_factor:
             limit = capacity(config, x_ND.shape[0])
-            gates_NK = within_capacity(ids_NK, gates_NK, chosen_NE, limit)
+            ids_NK, gates_NK = within_capacity(ids_NK, gates_NK, chosen_NE, limit)
         balances = config.balance == "auxiliary_loss"
         probability_E = logits_NE.softmax(-1).sum(0) if balances else None
         return Routing(ids_NK, gates_NK.to(x_ND.dtype), chosen_NE.sum(0), probability_E)
@@ -132,10 +132,12 @@ def capacity(config: ExpertsConfig, rows: int) -> int:
     return math.ceil(config.capacity_factor * rows * config.chosen / config.count)
 
 
-def within_capacity(ids_NK: Tensor, gates_NK: Tensor, chosen_NE: Tensor, limit: int) -> Tensor:
-    """The gates, with 0 for each expert's tokens behind its first `limit` ones."""
-    place_NK = chosen_NE.cumsum(0, dtype=torch.int32).gather(1, ids_NK)
-    return gates_NK.masked_fill(place_NK > limit, 0)
+def within_capacity(
+    ids_NK: Tensor, gates_NK: Tensor, chosen_NE: Tensor, limit: int
+) -> tuple[Tensor, Tensor]:
+    """(ids, gates), with E, no expert, and 0 for each expert's tokens behind its first `limit`."""
+    over_NK = chosen_NE.cumsum(0, dtype=torch.int32).gather(1, ids_NK) > limit
+    return ids_NK.masked_fill(over_NK, chosen_NE.shape[1]), gates_NK.masked_fill(over_NK, 0)
 
 
 def dropped(load: Tensor, limit: int) -> Tensor:
@@ -144,17 +146,15 @@ def dropped(load: Tensor, limit: int) -> Tensor:
     return (load - limit).clamp(min=0).sum()
 
 
-def auxiliary_loss(load_LE: Tensor, probability_E: Tensor, rows: int) -> Tensor:
+def auxiliary_loss(load_E: Tensor, probability_E: Tensor, rows: int) -> Tensor:
     """E x the sum over experts of (share of tokens that chose it) x (mean probability), both over
     all layers together: what `transformers` computes, after Switch (arXiv 2101.03961, eq. 4 to 6).
 
-    `load_LE` has the load of each layer, `probability_E` the sum over layers and tokens, `rows`
-    the number of tokens. The smallest value, for even loads, is the number of experts of a token.
+    Load and probability are sums over layers and tokens; `rows` is the number of tokens times that
+    of layers. The result is the number of experts of a token where loads are even.
     """
-    layers, experts = load_LE.shape
-    total = layers * rows
-    share_E = load_LE.sum(0).to(probability_E.dtype) / total
-    return experts * (share_E * (probability_E / total)).sum()
+    share_E = load_E.to(probability_E.dtype) / rows
+    return load_E.shape[0] * (share_E * (probability_E / rows)).sum()
 
 
 def updated_bias(bias: Tensor, load: Tensor, speed: float) -> Tensor:
