@@ -14,12 +14,14 @@ llama.py                Llama
 gpt.py                  GPT-2 and GPT-3
 moe.py                  mixtures of experts: Mixtral, Qwen3-MoE, Phi-3.5-MoE, like DeepSeek-V3
 routers.py              which experts each token goes to, and what balances them
-experts.py              the experts of one layer
 u_transformer.py        a denoising U-Net with attention, for `compile_step`; no model file
+experts.py              experts of a mixture-of-experts layer; expert parallelism shares them
 attention.py            attention between projected heads; context parallelism replaces it
 transformers_model.py   a model of `transformers`, as it is
 hugging_face.py         Hugging Face checkpoints of our models, read and written
 hugging_face_config.py  config.json and the ModelConfig that it means
+hugging_face_moe.py     the same for mixtures of experts
+hugging_face_reader.py  typed values of a config.json
 hugging_face_files.py   the tensors of a checkpoint folder
 hugging_face_names.py   which tensor each parameter of our models is
 hugging_face_export.py  our weights as a checkpoint

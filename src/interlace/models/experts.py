@@ -1,27 +1,66 @@
-"""The experts of one layer: feed-forwards of which each token meets a few."""
+"""The experts of a mixture-of-experts layer: SwiGLU feed-forwards, of which each token takes K.
+
+Letters: N tokens, K experts per token, D width, F inner width, E experts (of a rank: L, under
+expert parallelism, which replaces `exchange` and cuts the weights: `interlace.parallel.expert`).
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from interlace.experts.between_ranks import host_counts
+from interlace.experts.grouped import grouped_matmul
+from interlace.experts.rows_by_expert import expert_order, rows_of_tokens, tokens_of_rows
+
+
+class OneRank(nn.Module):
+    """Where all experts are on this rank, rows stay."""
+
+    ranks = 1
+
+    def counts(self, sent_E: Tensor) -> Tensor:
+        """[2, E] in the memory of the host: rows of each expert, as sent and as received."""
+        return host_counts(sent_E, sent_E)
+
+    def to_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """The same rows."""
+        return rows
+
+    def to_tokens(self, rows: Tensor, counts: Tensor, token_rows: int) -> Tensor:
+        """The same rows."""
+        return rows
+
 
 class Experts(nn.Module):
-    """SwiGLU experts without biases; each weight lies as that of `nn.Linear`, (out, in).
+    """`count` experts without biases: down(silu(gate(x)) * up(x)), each on its own tokens.
 
-    Letters: N tokens, K experts of a token, E experts, D width, F inner width of an expert.
+    Weights lie as those of `nn.Linear` do, [E, F, D] and [E, D, F]. Nothing is padded or dropped:
+    an expert computes exactly the rows that were routed to it.
     """
 
     def __init__(self, count: int, width: int, ffn_width: int) -> None:
         super().__init__()
+        self.count = count
         self.gate = nn.Parameter(torch.empty(count, ffn_width, width))
         self.up = nn.Parameter(torch.empty(count, ffn_width, width))
         self.down = nn.Parameter(torch.empty(count, width, ffn_width))
+        self.exchange = OneRank()
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.02)
 
     def forward(self, x_ND: Tensor, ids_NK: Tensor, gates_NK: Tensor) -> Tensor:
-        """Outputs of each token's experts `ids_NK`, added up by weight: [N, D]."""
-        total_ND = torch.zeros_like(x_ND)
-        for expert in range(self.gate.shape[0]):
-            weight_N = (gates_NK * (ids_NK == expert)).sum(-1)
-            inner = F.silu(F.linear(x_ND, self.gate[expert])) * F.linear(x_ND, self.up[expert])
-            total_ND = total_ND + weight_N.unsqueeze(-1) * F.linear(inner, self.down[expert])
-        return total_ND
+        """[N, D]: the sum of the outputs of each token's experts, weighted by its gates.
+
+        `ids_NK` are numbers of experts; `count` stands for none (the row was dropped and adds 0).
+        """
+        tokens, per_token = ids_NK.shape
+        exchange, ranks = self.exchange, self.exchange.ranks
+        order, place, sent_E = expert_order(ids_NK, self.count)
+        counts = exchange.counts(sent_E)
+        rows = exchange.to_experts(rows_of_tokens(x_ND, order, place, per_token), counts)
+        gated = F.silu(grouped_matmul(rows, self.gate, counts, ranks))
+        inner = gated * grouped_matmul(rows, self.up, counts, ranks)
+        out = grouped_matmul(inner, self.down, counts, ranks)
+        back = exchange.to_tokens(out, counts, tokens * per_token)
+        rows_NKD = tokens_of_rows(back, order, place).view(tokens, per_token, -1)
+        return (rows_NKD * gates_NK.unsqueeze(2)).sum(1).to(x_ND.dtype)
