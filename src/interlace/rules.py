@@ -16,6 +16,8 @@ from interlace.config import (
     world_of_stage,
 )
 from interlace.errors import InputError
+from interlace.model_config import ExpertsConfig
+from interlace.model_rules import check_model
 from interlace.stage_degrees import stages_of, widest
 
 _POSITIVE = (
@@ -45,12 +47,15 @@ _POSITIVE = (
     "model.rope_theta",
     "model.rope_factor",
     "model.rope_original_length",
+    "model.rope_short_scale",
+    "model.rope_long_scale",
     "model.norm_eps",
     "optimizer.epsilon",
 )
 """Fields that must be above 0."""
 _NOT_NEGATIVE = (
     "model.vocab_size",
+    "model.head_size",
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
     "optimizer.clip_norm",
@@ -148,28 +153,7 @@ def _check_shapes(config: RunConfig) -> None:
     if model.source == "hugging_face":
         _check_hugging_face(config)
         return
-    if model.width % model.heads:
-        raise InputError(
-            f"model.width = {model.width} is not a multiple of model.heads = {model.heads}",
-            hint="set model.width to heads x head size",
-        )
-    if model.architecture == "llama" and (model.width // model.heads) % 2:
-        raise InputError(
-            f"the head size {model.width // model.heads} is odd; rotary positions need pairs",
-            hint="set model.width to an even multiple of model.heads",
-        )
-    if model.heads % model.kv_heads:
-        raise InputError(
-            f"model.heads = {model.heads} is not a multiple of model.kv_heads = {model.kv_heads}",
-            hint="set model.kv_heads to a divisor of model.heads",
-        )
-    low, high = model.rope_low_frequency, model.rope_high_frequency
-    if model.rope_scaling == "llama3" and not 0 < low < high:
-        raise InputError(
-            f"model.rope_low_frequency = {low} must be positive and below "
-            f"model.rope_high_frequency = {high}",
-            hint="Llama 3.1 has 1 and 4",
-        )
+    check_model(config)
     _check_tensor(config)
     _check_context(config)
 
@@ -180,6 +164,12 @@ def _check_hugging_face(config: RunConfig) -> None:
         raise InputError(
             "model.source = 'hugging_face' needs a model",
             hint="set model.config to a folder with a config.json",
+        )
+    if config.model.experts != ExpertsConfig():
+        raise InputError(
+            "[model.experts] and model.source = 'hugging_face' are both given, and that model has "
+            "the experts that its config.json says",
+            hint="leave [model.experts] out",
         )
     if config.parallel.context > 1:
         raise InputError(
