@@ -237,12 +237,39 @@ def _check_layout(config: RunConfig) -> None:
             f"{parallel.zero} keeps them whole",
             hint="set parallel.zero to 3, or parallel.reduce to step",
         )
-    _check_expert(parallel)
+    _check_experts(config)
     if config.train.recompute == "budget" and not config.train.recompute_mib:
         raise InputError(
             "train.recompute = 'budget' needs a budget",
             hint="set train.recompute_mib to what one micro-batch may keep for its backward",
         )
+
+
+def _check_experts(config: RunConfig) -> None:
+    """What expert parallelism does not go with."""
+    model, parallel = config.model, config.parallel
+    if parallel.expert == 1:
+        return
+    given = f"parallel.expert = {parallel.expert}"
+    if model.source == "hugging_face":
+        raise InputError(
+            f'{given} and model.source = "hugging_face": experts of models of transformers are not '
+            "dealt to ranks",
+            hint='set parallel.expert to 1, or model.source to "interlace": Mixtral, Qwen3-MoE and '
+            "Phi-3.5-MoE checkpoints are read",
+        )
+    if parallel.pipeline > 1:
+        raise InputError(
+            f"{given} and parallel.pipeline = {parallel.pipeline}: experts are not dealt to the "
+            "ranks of a stage",
+            hint="set one of them to 1",
+        )
+    if model.experts.count and model.experts.count % parallel.expert:
+        raise InputError(
+            f"model.experts.count = {model.experts.count} experts cannot be dealt to {given} ranks",
+            hint="set parallel.expert to a divisor of the number of experts",
+        )
+    _check_expert(parallel)
 
 
 def _check_expert(parallel: ParallelConfig) -> None:

@@ -7,7 +7,7 @@ The layer runs on plain tensors from the gathered sequence to the scattered sum.
 """
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +15,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from interlace.parallel.local_parts import lay_out, specialise
 from interlace.parallel.tensor_layers import SEQUENCE_DIM
+
+
+def has_experts(layer: nn.Module) -> bool:
+    """Whether a feed-forward says how it is cut itself, as a layer of experts does."""
+    return hasattr(layer, "tensor_shards")
 
 
 def split_experts(layer: nn.Module, mesh: DeviceMesh) -> None:
@@ -25,7 +30,7 @@ def split_experts(layer: nn.Module, mesh: DeviceMesh) -> None:
     whole on every rank. Its forward takes x [S, B, D] and gives a named tuple with field `x`;
     floating fields beside it are computed alike on every rank.
     """
-    shards: dict[str, int] = layer.tensor_shards  # type: ignore[assignment]
+    shards = cast("dict[str, int]", layer.tensor_shards)
     whole = {name for name, _ in layer.named_parameters()} - shards.keys()
     lay_out(layer, mesh, shards, whole)
     specialise(layer, (), {"forward": _forward(type(layer).forward, mesh)})

@@ -110,8 +110,9 @@ class NextTokenLoss(nn.Module):
         self.model = model
         self.auxiliary_weight = auxiliary_weight
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """A scalar, equal on all ranks of a tensor-parallel group.
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """A scalar, equal on all ranks of a tensor-parallel group, and of a model with experts
+        their load, peak and dropped choices beside it.
 
         Logits that come as a vocabulary-sharded DTensor are never gathered: the caller holds
         `parallel.tensor.loss_context`, under which softmax reduces across ranks.
@@ -123,4 +124,6 @@ class NextTokenLoss(nn.Module):
         loss = loss.to_local() if isinstance(loss, DTensor) else loss
         if self.training and isinstance(found, RoutedLogits) and found.auxiliary_loss is not None:
             loss = loss + self.auxiliary_weight * found.auxiliary_loss
+        if isinstance(found, RoutedLogits):
+            return loss, found.load, found.peak, found.dropped
         return loss
