@@ -18,7 +18,7 @@ def load_values(session: Session, results: Sequence[tuple[Tensor, ...]]) -> dict
     the mean of micro-batches. `expert_dropped`: the share of choices over their expert's capacity.
     """
     experts = session.config.model.experts
-    if not experts.count or not results:
+    if not experts.count or not results or not results[0]:
         return {}
     load_E, peak, dropped = (torch.stack(each).sum(0) for each in zip(*results, strict=True))
     total = session.total(torch.cat((load_E, peak.view(1), dropped.view(1)))).double()
