@@ -45,6 +45,10 @@ class ParallelConfig:
     """Ranks that share each sequence."""
     tensor: int = 1
     """Ranks that share each layer (tensor + sequence parallel)."""
+    expert: int = 1
+    """Ranks that hold the experts of a mixture-of-experts layer between them: of those that see
+    other tokens (`data_replicate`, `data_shard`, `context`), so many in a row. No factor of the
+    number of ranks."""
     pipeline: int = 1
     """Stages into which the layers are dealt, each on ranks of its own (`[pipeline]`)."""
     context_method: Literal["ulysses", "ring"] = "ulysses"

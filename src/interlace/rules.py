@@ -29,6 +29,7 @@ _POSITIVE = (
     "parallel.data_replicate",
     "parallel.context",
     "parallel.tensor",
+    "parallel.expert",
     "parallel.pipeline",
     "parallel.bucket_mib",
     "data.sequence_length",
@@ -236,10 +237,54 @@ def _check_layout(config: RunConfig) -> None:
             f"{parallel.zero} keeps them whole",
             hint="set parallel.zero to 3, or parallel.reduce to step",
         )
+    _check_experts(config)
     if config.train.recompute == "budget" and not config.train.recompute_mib:
         raise InputError(
             "train.recompute = 'budget' needs a budget",
             hint="set train.recompute_mib to what one micro-batch may keep for its backward",
+        )
+
+
+def _check_experts(config: RunConfig) -> None:
+    """What expert parallelism does not go with."""
+    model, parallel = config.model, config.parallel
+    if parallel.expert == 1:
+        return
+    given = f"parallel.expert = {parallel.expert}"
+    if model.source == "hugging_face":
+        raise InputError(
+            f'{given} and model.source = "hugging_face": experts of models of transformers are not '
+            "dealt to ranks",
+            hint='set parallel.expert to 1, or model.source to "interlace": Mixtral, Qwen3-MoE and '
+            "Phi-3.5-MoE checkpoints are read",
+        )
+    if parallel.pipeline > 1:
+        raise InputError(
+            f"{given} and parallel.pipeline = {parallel.pipeline}: experts are not dealt to the "
+            "ranks of a stage",
+            hint="set one of them to 1",
+        )
+    if model.experts.count and model.experts.count % parallel.expert:
+        raise InputError(
+            f"model.experts.count = {model.experts.count} experts cannot be dealt to {given} ranks",
+            hint="set parallel.expert to a divisor of the number of experts",
+        )
+    _check_expert(parallel)
+
+
+def _check_expert(parallel: ParallelConfig) -> None:
+    """Ranks of `ep` are in a row among those that see other tokens, replica by replica."""
+    if parallel.expert == 1 or parallel.data_shard == -1:
+        return
+    shard = parallel.data_shard * parallel.context
+    ranks = parallel.data_replicate * shard
+    if ranks % parallel.expert or (shard % parallel.expert and parallel.expert % shard):
+        raise InputError(
+            f"parallel.expert = {parallel.expert} does not fit into the {ranks} ranks that see "
+            f"other tokens: data_replicate {parallel.data_replicate} x data_shard "
+            f"{parallel.data_shard} x context {parallel.context}",
+            hint="parallel.expert divides data_shard x context, or is a multiple of it that "
+            "divides all of these ranks",
         )
 
 
@@ -338,6 +383,7 @@ def resolve_layout(config: RunConfig, world_size: int) -> RunConfig:
             hint=f"start {world_of(parallel)} ranks (--nproc {world_of(parallel)}), or change a "
             f"degree so that the product is {world_size}",
         )
+    _check_expert(parallel)
     return replace(config, parallel=parallel)
 
 

@@ -65,19 +65,28 @@ def _(gradient: Tensor, rows: Tensor, counts: Tensor, ranks: int) -> Tensor:
     return rows.new_empty(experts, gradient.shape[1], rows.shape[1])
 
 
-@torch.library.custom_op("interlace::add_grouped_weight_gradient", mutates_args=("buffer",))
-def add_grouped_weight_gradient(
+_ADDS = "interlace::add_grouped_weight_gradient"
+torch.library.define(
+    _ADDS,
+    "(Tensor(a!) buffer, Tensor gradient, Tensor rows, Tensor counts, int ranks) -> Tensor(a!)",
+)
+
+
+@torch.library.impl(_ADDS, ("CPU", "CUDA"))
+def _add_grouped_weight_gradient(
     buffer: Tensor, gradient: Tensor, rows: Tensor, counts: Tensor, ranks: int
-) -> None:
-    """The same, added to `buffer` [L, F, D] of the same type; experts without rows cost nothing."""
+) -> Tensor:
+    """`grouped_weight_gradient` added to `buffer` [L, F, D] of the same type, which is returned;
+    experts without rows cost nothing."""
     for expert, (start, end) in enumerate(_spans(_rows_of_experts(counts, ranks))):
         if start < end:
             buffer[expert].addmm_(gradient[start:end].t(), rows[start:end])
+    return buffer
 
 
-@add_grouped_weight_gradient.register_fake
-def _(buffer: Tensor, gradient: Tensor, rows: Tensor, counts: Tensor, ranks: int) -> None:
-    return None
+@torch.library.register_fake(_ADDS)
+def _(buffer: Tensor, gradient: Tensor, rows: Tensor, counts: Tensor, ranks: int) -> Tensor:
+    return buffer
 
 
 def _rows_of_experts(counts: Tensor, ranks: int) -> list[int]:
@@ -103,6 +112,11 @@ def _after(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     of_weight = grouped_weight_gradient(gradient, rows, counts, ctx.ranks)
     return of_rows, of_weight, None, None, None
 
+
+MATMUL = torch.ops.interlace.grouped_matmul.default
+"""The operators, as they stand in traced graphs."""
+WEIGHT_GRADIENT = torch.ops.interlace.grouped_weight_gradient.default
+ADD_WEIGHT_GRADIENT = torch.ops.interlace.add_grouped_weight_gradient.default
 
 _grouped_matmul.register_autograd(_after, setup_context=_keep)
 

@@ -77,3 +77,6 @@ def _after_gather(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 rows_of_tokens.register_autograd(_after_spread, setup_context=_keep_spread)
 tokens_of_rows.register_autograd(_after_gather, setup_context=_keep_gather)
+
+ORDER = torch.ops.interlace.expert_order.default
+"""The operator that sorts, as it stands in traced graphs."""

@@ -16,6 +16,7 @@ gradient_layouts.py   each gradient comes to its parameter's layout
 data_parallel.py      gathers of weights and reductions of gradients
 dropout.py            masks that depend on numbers, not on what ran before
 capture_settings.py   how a forward is captured: sizes, logs, recurrent layers
+ragged.py             operators that would look at how many rows have arrived for experts
 random_draws.py       other random numbers that a forward draws, the same way
 recompute.py          which values the backward computes again
 remake.py             how they are computed again
@@ -37,4 +38,5 @@ chunk_parts.py        the parts of a walk that chunks run
 lower.py              strands in a planned order -> one executable graph
 collectives.py        functional collectives become asynchronous c10d calls
 gloo_messages.py      gloo's row-moving collectives as messages
+expert_messages.py    rows to the ranks of their experts, a message for each expert
 """

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
+from interlace.experts.grouped import ADD_WEIGHT_GRADIENT, WEIGHT_GRADIENT
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, output_node
 from interlace.graphs.wide_sums import ADD_WIDE
 
@@ -89,6 +90,11 @@ def _add(
         node.meta["val"] = buffer.meta["val"]
         graph.erase_node(gradient)
         return
+    is_own_experts = gradient.target == WEIGHT_GRADIENT and alone and not gradient.users
     with graph.inserting_after(gradient):
-        node = graph.call_function(aten.add_.Tensor, (buffer, gradient))
+        if is_own_experts and sums == dtype:
+            node = graph.call_function(ADD_WEIGHT_GRADIENT, (buffer, *gradient.args))
+            graph.erase_node(gradient)
+        else:
+            node = graph.call_function(aten.add_.Tensor, (buffer, gradient))
     node.meta["val"] = buffer.meta["val"]

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from interlace.errors import InputError
+from interlace.experts.between_ranks import EXCHANGE
+from interlace.graphs.expert_messages import evenly, start_rows
 from interlace.graphs.gloo_messages import Messages, exchange
 from interlace.graphs.torch_private import OpOverload, process_group
 from interlace.ir.graph import COLLECTIVES, Kind
@@ -124,6 +126,14 @@ def all_to_all(
     return Pending(output, _started(work), group_name, x)
 
 
+def exchange_rows(
+    rows: Tensor, counts: Tensor, ranks: int, rows_out: int, forth: bool, group_name: str
+) -> Pending:
+    """Rows to the ranks of their experts, or back (`experts.between_ranks`)."""
+    output, messages, source = start_rows(rows, counts, ranks, rows_out, forth, group_name)
+    return Pending(output, messages, group_name, source)
+
+
 def _writable(x: Tensor, *, consume: bool) -> Tensor:
     return x.contiguous() if consume else x.clone(memory_format=torch.contiguous_format)
 
@@ -141,6 +151,9 @@ class Collective:
     """Position of the argument that names the process group."""
     consumes: bool = False
     """Whether the call takes `consume=True`, and then works in the buffer of its input."""
+    evenly: Callable[..., tuple[Tensor, tuple[Any, ...]]] | None = None
+    """Of a collective whose sizes follow from values: operands for a number of rows, by default
+    the nominal one, alike on all ranks. It is measured with these."""
 
     def group_in(self, args: Sequence[Any]) -> str:
         """The name of the process group, of the operator's arguments."""
@@ -155,10 +168,11 @@ TABLE: Mapping[Any, Collective] = MappingProxyType(
         ),
         _functional.all_reduce.default: Collective(all_reduce, Kind.ALL_REDUCE, 2, consumes=True),
         _functional.all_to_all_single.default: Collective(all_to_all, Kind.ALL_TO_ALL, 3),
+        EXCHANGE: Collective(exchange_rows, Kind.ALL_TO_ALL, 5, evenly=evenly),
     }
 )
-"""The collectives of torch that can be in a graph, by traced operator. Other operators carry a row
-of their own (`declare`); `row_of` finds both."""
+"""The collectives of torch and of mixture-of-experts layers that can be in a graph, by traced
+operator. Other operators carry a row of their own (`declare`); `row_of` finds both."""
 
 _ROW = "_interlace_collective"
 """Attribute of a declared operator that holds its row."""

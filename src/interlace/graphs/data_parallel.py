@@ -59,12 +59,12 @@ def gather_each(
         writer = GraphWriter(graph, bindings, like=next(iter(nodes.values())))
         if bucket.index not in shards:
             shards[bucket.index] = writer.placeholder(
-                f"shard_{bucket.index}", Binding("shard", str(bucket.index)), _shard(bucket, layout)
+                f"shard_{bucket.index}", Binding("shard", str(bucket.index)), _shard(bucket)
             )
         shard = shards[bucket.index]
-        gathered = _all_gather(writer.at(before.get(chunk) or first), shard, layout)
+        gathered = _all_gather(writer.at(before.get(chunk) or first), shard, bucket)
         for weight, own in users.items():
-            whole = _unpack(writer.at(firsts[number][weight]), gathered, bucket, weight, layout)
+            whole = _unpack(writer.at(firsts[number][weight]), gathered, bucket, weight)
             for user in own:
                 user.replace_input_with(nodes[weight], whole)
         before[chunk] = first
@@ -133,14 +133,14 @@ def gather_once(forward: StrandGraph, layout: DataLayout) -> StrandGraph:
         if not bucket.sharded:
             continue
         shard = writer.placeholder(
-            f"shard_{bucket.index}", Binding("shard", str(bucket.index)), _shard(bucket, layout)
+            f"shard_{bucket.index}", Binding("shard", str(bucket.index)), _shard(bucket)
         )
-        gathered = _all_gather(writer, shard, layout)
+        gathered = _all_gather(writer, shard, bucket)
         for weight in bucket.weights:
-            part = _rows(writer, gathered, bucket, weight, layout)
+            part = _rows(writer, gathered, bucket, weight)
             for name, target in _placeholders(forward, "parameter", weight):
                 whole = writer.placeholder_like(_input(forward, name), Binding("parameter", target))
-                split = writer.call(aten.view.default, whole, _split_shape(weight, layout))
+                split = writer.call(aten.view.default, whole, _split_shape(weight))
                 writer.call(aten.copy_.default, split, part)
     return writer.strand("gather")
 
@@ -166,7 +166,7 @@ def reduce_each(
         total = writer.placeholder(
             f"shard_gradient_{bucket.index}",
             Binding("shard_gradient", str(bucket.index)),
-            _shard(bucket, layout),
+            _shard(bucket),
             buffer_dtype,
         )
         writer.after(last)
@@ -183,7 +183,7 @@ def reduce_once(
     them. Sums of weights that stay whole are replaced by their totals."""
     writer = GraphWriter.empty(_any_value(backward))
     for bucket in layout.buckets:
-        if bucket.sharded and layout.reduce_each:
+        if (bucket.sharded and layout.reduce_each) or not (bucket.sharded or bucket.axes):
             continue
         found = {
             weight: writer.placeholder_like(_input(backward, name), Binding("gradient", target))
@@ -196,7 +196,7 @@ def reduce_once(
             total = writer.placeholder(
                 f"shard_gradient_{bucket.index}",
                 Binding("shard_gradient", str(bucket.index)),
-                _shard(bucket, layout),
+                _shard(bucket),
                 buffer_dtype,
             )
             writer.call(aten.copy_.default, total, _reduce(writer, bucket, found, layout))
@@ -234,46 +234,41 @@ def _any_value(strand: StrandGraph) -> fx.Node:
     )
 
 
-def _shard(bucket: Bucket, layout: DataLayout) -> tuple[int, ...]:
-    return (bucket.elements // layout.shard.size,)
+def _shard(bucket: Bucket) -> tuple[int, ...]:
+    return (bucket.elements // bucket.shard.size,)
 
 
-def _split_shape(weight: Weight, layout: DataLayout) -> list[int]:
+def _split_shape(weight: Weight) -> list[int]:
     """The whole weight's shape with the ranks as an axis of its own."""
     assert weight.dim is not None
-    part = list(weight.part(layout.shard.size))
-    return [*part[: weight.dim], layout.shard.size, *part[weight.dim :]]
+    return [*weight.part[: weight.dim], weight.ranks, *weight.part[weight.dim :]]
 
 
-def _all_gather(writer: GraphWriter, shard: fx.Node, layout: DataLayout) -> fx.Node:
+def _all_gather(writer: GraphWriter, shard: fx.Node, bucket: Bucket) -> fx.Node:
     """[ranks, elements of the shard]."""
-    size, group = layout.shard.size, layout.shard.group
+    size, group = bucket.shard.size, bucket.shard.group
     call = torch.ops._c10d_functional.all_gather_into_tensor.default
     pending = writer.call(call, shard, size, group)
     gathered = writer.call(torch.ops._c10d_functional.wait_tensor.default, pending)
     return writer.call(aten.view.default, gathered, [size, -1])
 
 
-def _rows(
-    writer: GraphWriter, gathered: fx.Node, bucket: Bucket, weight: Weight, layout: DataLayout
-) -> fx.Node:
+def _rows(writer: GraphWriter, gathered: fx.Node, bucket: Bucket, weight: Weight) -> fx.Node:
     """A view of `gathered`: the weight with the ranks as an axis before the dimension they cut."""
     assert weight.dim is not None
-    ranks = layout.shard.size
+    ranks = weight.ranks
     earlier = bucket.weights[: bucket.weights.index(weight)]
     start = sum(other.elements for other in earlier) // ranks
     piece = writer.call(aten.slice.Tensor, gathered, 1, start, start + weight.elements // ranks)
-    parts = writer.call(aten.view.default, piece, [ranks, *weight.part(ranks)])
+    parts = writer.call(aten.view.default, piece, [ranks, *weight.part])
     if weight.dim == 0:
         return parts
     axes = [*range(1, weight.dim + 1), 0, *range(weight.dim + 1, len(weight.shape) + 1)]
     return writer.call(aten.permute.default, parts, axes)
 
 
-def _unpack(
-    writer: GraphWriter, gathered: fx.Node, bucket: Bucket, weight: Weight, layout: DataLayout
-) -> fx.Node:
-    rows = _rows(writer, gathered, bucket, weight, layout)
+def _unpack(writer: GraphWriter, gathered: fx.Node, bucket: Bucket, weight: Weight) -> fx.Node:
+    rows = _rows(writer, gathered, bucket, weight)
     if not rows.meta["val"].is_contiguous():
         rows = writer.call(aten.clone.default, rows, memory_format=torch.contiguous_format)
     return writer.call(aten.view.default, rows, list(weight.shape))
@@ -289,30 +284,30 @@ def _reduce(
             f"the loss does not depend on {unused[0]!r}, and its shard of gradients would be empty",
             hint="set parallel.data_shard to 1 and share the work by parallel.data_replicate",
         )
-    flat = [_flat(writer, weight, node, layout) for weight, node in gradients.items()]
+    flat = [_flat(writer, weight, node) for weight, node in gradients.items()]
     packed = flat[0] if len(flat) == 1 else writer.call(aten.cat.default, flat, 1)
     if packed.meta["val"].dtype != layout.reduce_dtype:
         packed = writer.call(aten._to_copy.default, packed, dtype=layout.reduce_dtype)
     functional = torch.ops._c10d_functional
     if bucket.sharded:
-        size, group = layout.shard.size, layout.shard.group
+        size, group = bucket.shard.size, bucket.shard.group
         pending = writer.call(functional.reduce_scatter_tensor.default, packed, "sum", size, group)
         packed = writer.call(functional.wait_tensor.default, pending)
-    for axis in layout.axes(bucket):
+    for axis in bucket.axes:
         pending = writer.call(functional.all_reduce.default, packed, "sum", axis.group)
         packed = writer.call(functional.wait_tensor.default, pending)
     return writer.call(aten.view.default, packed, [-1])
 
 
-def _flat(writer: GraphWriter, weight: Weight, node: fx.Node, layout: DataLayout) -> fx.Node:
+def _flat(writer: GraphWriter, weight: Weight, node: fx.Node) -> fx.Node:
     """[ranks, elements of a part], or [1, elements] of a weight that stays whole."""
     if not node.meta["val"].is_contiguous():
         node = writer.call(aten.clone.default, node, memory_format=torch.contiguous_format)
     if weight.dim is None:
         return writer.call(aten.view.default, node, [1, -1])
     if weight.dim > 0:
-        split = writer.call(aten.view.default, node, _split_shape(weight, layout))
+        split = writer.call(aten.view.default, node, _split_shape(weight))
         axes = [weight.dim, *(i for i in range(len(weight.shape) + 1) if i != weight.dim)]
         moved = writer.call(aten.permute.default, split, axes)
         node = writer.call(aten.clone.default, moved, memory_format=torch.contiguous_format)
-    return writer.call(aten.view.default, node, [layout.shard.size, -1])
+    return writer.call(aten.view.default, node, [weight.ranks, -1])

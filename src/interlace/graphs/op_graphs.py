@@ -25,7 +25,16 @@ from interlace.ir.graph import COMPUTE_LANE, GraphInput, Kind, Operator, OpGraph
 
 aten = torch.ops.aten
 _KINDS = {
-    Kind.MATMUL: {"mm", "addmm", "addmm_", "bmm", "baddbmm"},
+    Kind.MATMUL: {
+        "mm",
+        "addmm",
+        "addmm_",
+        "bmm",
+        "baddbmm",
+        "grouped_matmul",
+        "grouped_weight_gradient",
+        "add_grouped_weight_gradient",
+    },
     Kind.EMBEDDING: {"embedding", "embedding_dense_backward"},
     Kind.REDUCTION: {"sum", "mean", "amax", "max", "_log_softmax", "_softmax", "var_mean"},
     Kind.MEMORY: {
@@ -39,6 +48,8 @@ _KINDS = {
         "copy_",
         "new_empty",
         "new_empty_strided",
+        "rows_of_tokens",
+        "tokens_of_rows",
     },
     Kind.ACCUMULATE: {"add_"},
 }

@@ -9,7 +9,9 @@
 Sums over ranks (reduce-scatter, all-reduce) are never made again: their result is as small as a
 block's input, and without them a backward has fewer collectives to hide. All-gathers are: kept,
 each would take as many bytes as the inputs of all ranks. `layer` keeps what is outside of the
-blocks (embedding, head, loss).
+blocks (embedding, head, loss). Which experts a token goes to is kept in every mode: a few numbers a
+token, without which a backward would have to count again, and a tie that falls the other way would
+disagree with the rows that were kept.
 """
 
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from torch import fx
 
 from interlace.config import Recompute, TrainConfig
 from interlace.errors import InputError
+from interlace.experts.between_ranks import COUNTS
+from interlace.experts.rows_by_expert import ORDER
 from interlace.graphs.budget import MIB, solve_budget
 from interlace.graphs.collectives import is_collective, is_wait
 from interlace.graphs.module_paths import blocks_of, is_sum, kind_of
@@ -56,9 +60,11 @@ def with_recompute(chunk: ChunkGraphs, policy: RecomputePolicy) -> ChunkGraphs:
     """
     if policy.mode == "none":
         return chunk
+    routing = routing_nodes(chunk.forward.graph)
     if policy.mode == "attention":
-        return remake(chunk, attention_nodes(chunk.forward.graph).__contains__)
-    inside = block_nodes(chunk)
+        inside = attention_nodes(chunk.forward.graph) - routing
+        return remake(chunk, inside.__contains__)
+    inside = block_nodes(chunk) - routing
     if policy.mode == "layer" or kept_bytes(chunk) <= policy.budget_bytes:
         return remake(chunk, inside.__contains__) if policy.mode == "layer" else chunk
     return remake(chunk, solve_budget(chunk, inside, policy.budget_bytes).__contains__)
@@ -74,6 +80,17 @@ def block_nodes(chunk: ChunkGraphs) -> set[fx.Node]:
         if any(block.get(user) != name for user in node.users if user.op != "output"):
             inside.discard(looked_at(node))
     return inside
+
+
+def routing_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Which experts tokens go to, in which order their rows stand, and how many there are."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target == ORDER:
+            found |= {node, node.all_input_nodes[0], *node.users}
+        elif node.target == COUNTS:
+            found.add(node)
+    return found
 
 
 def attention_nodes(graph: fx.Graph) -> set[fx.Node]:

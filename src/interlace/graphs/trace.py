@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement
 
 from interlace.graphs.buffers import filled
 from interlace.graphs.capture_settings import without_fused_recurrence
+from interlace.graphs.ragged import refuse_sizes
 from interlace.graphs.torch_private import Joint, Reads, capture, input_of
 from interlace.graphs.trace_errors import (
     explained,
@@ -143,6 +144,7 @@ def trace_joint(
     refuse_writes(module, joint.writes)
     refuse_sparse(module, joint.graph)
     refuse_collectives(module, joint.graph)
+    refuse_sizes(module, joint.graph)
     return joint
 
 

@@ -64,6 +64,9 @@ class CollectiveCall:
         operator of a user's own, which may need rows as long as those that it was given.
         """
         ranks = self.ranks
+        if self.row.evenly is not None:
+            x, rest = self.row.evenly(self.x, self.rest, -(-full_bytes // self.x[:1].nbytes))
+            return replace(self, x=x, rest=rest)
         if self.row not in TABLE.values() and self.x.dim() and self.x.numel():
             row_bytes = self.x[:1].nbytes * ranks
             rows = -(-full_bytes // row_bytes) * (1 if self.op.kind is Kind.ALL_GATHER else ranks)
@@ -103,9 +106,10 @@ class Capture(Recorder):
     def _keep(self, op: Operator, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
         if op.is_collective and op.key not in self.collectives:
             given: Any = fx.node.map_arg(node.args, values.__getitem__)
-            self.collectives[op.key] = CollectiveCall(
-                op, given[0].clone(), tuple(given[1:]), node.meta["collective"]
-            )
+            x, rest, row = given[0].clone(), tuple(given[1:]), node.meta["collective"]
+            if row.evenly is not None:
+                x, rest = row.evenly(x, rest)
+            self.collectives[op.key] = CollectiveCall(op, x, rest, row)
         elif not op.is_collective and op.key not in self.compute:
             own = {**values, **{source: values[source].clone() for source in written(node)}}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), own.__getitem__)

@@ -13,21 +13,24 @@ from interlace.experts.grouped import grouped_matmul
 from interlace.experts.rows_by_expert import expert_order, rows_of_tokens, tokens_of_rows
 
 
-class OneRank(nn.Module):
-    """Where all experts are on this rank, rows stay."""
+class RowExchange(nn.Module):
+    """How rows come to the ranks of their experts. As it is, for experts of which a rank has all:
+    rows stay."""
 
-    ranks = 1
+    ranks: int = 1
+    """Over how many ranks experts are dealt."""
 
     def counts(self, sent_E: Tensor) -> Tensor:
-        """[2, E] in the memory of the host: rows of each expert, as sent and as received."""
+        """[2, E] in the memory of the host: rows that this rank has for each expert, and rows that
+        each rank has for this rank's experts."""
         return host_counts(sent_E, sent_E)
 
     def to_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """The same rows."""
+        """Rows sorted by expert -> rows of this rank's experts."""
         return rows
 
     def to_tokens(self, rows: Tensor, counts: Tensor, token_rows: int) -> Tensor:
-        """The same rows."""
+        """The way back."""
         return rows
 
 
@@ -44,7 +47,7 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(count, ffn_width, width))
         self.up = nn.Parameter(torch.empty(count, ffn_width, width))
         self.down = nn.Parameter(torch.empty(count, width, ffn_width))
-        self.exchange = OneRank()
+        self.exchange = RowExchange()
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from interlace.model_config import ModelConfig, expert_width_of
 from interlace.models.experts import Experts
 from interlace.models.llama import CONTEXT_PLAN, Attention, FeedForward
-from interlace.models.routers import Router, auxiliary_loss
+from interlace.models.routers import Router, auxiliary_loss, capacity, dropped
 
 __all__ = ["CONTEXT_PLAN", "TENSOR_PLAN", "build"]
 
@@ -32,15 +32,10 @@ TENSOR_PLAN = {
     "blocks.*.attention.key_norm?": "head_norm",
     "blocks.*.attention.output": "row",
     "blocks.*.ffn_norm": "sequence_norm",
-    "blocks.*.ffn": "gather_input",
+    "blocks.*.ffn": "feed_forward",
     "blocks.*.ffn.gate?": "column",
     "blocks.*.ffn.up?": "column",
     "blocks.*.ffn.down?": "row",
-    "blocks.*.ffn.router": "replicated",
-    "blocks.*.ffn.experts": "experts",
-    "blocks.*.ffn.shared.gate?": "column",
-    "blocks.*.ffn.shared.up?": "column",
-    "blocks.*.ffn.shared.down?": "row",
     "norm": "sequence_norm",
     "head": "vocabulary_head",
 }
@@ -57,7 +52,11 @@ class RoutedLogits(NamedTuple):
     """A scalar (`routers.auxiliary_loss`), not yet multiplied by its weight; None unless
     `experts.balance` is "auxiliary_loss"."""
     load: Tensor
-    """Tokens that chose each expert, by layer: [L, E], int64."""
+    """Tokens that chose each expert, in all layers together: [E], int64."""
+    peak: Tensor
+    """The most tokens that chose one expert of one layer, a scalar."""
+    dropped: Tensor
+    """Choices over the capacity of their expert, in all layers together, a scalar."""
 
 
 class Routed(NamedTuple):
@@ -81,6 +80,14 @@ class ExpertFeedForward(nn.Module):
         self.shared: FeedForward | None = None
         if experts.shared_width:
             self.shared = FeedForward(config.width, experts.shared_width)
+
+    @property
+    def tensor_shards(self) -> dict[str, int]:
+        """Along which dimension tensor-parallel ranks cut parameters, by name: inner widths."""
+        cut = {"experts.gate": 1, "experts.up": 1, "experts.down": 2}
+        if self.shared is not None:
+            cut |= {"shared.gate.weight": 0, "shared.up.weight": 0, "shared.down.weight": 1}
+        return cut
 
     def forward(self, x_SBD: Tensor) -> Routed:
         """[S, B, D] -> the same; under tensor parallelism a rank's part of the sequence."""
@@ -122,7 +129,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, sequence_length: int) -> None:
         super().__init__()
-        dense = config.experts.dense_layers
+        dense, self.experts = config.experts.dense_layers, config.experts
         self.embedding = nn.Embedding(vocab_size, config.width)
         self.blocks = nn.ModuleList(
             ExpertBlock(config, sequence_length, dense=layer < dense)
@@ -147,26 +154,27 @@ class MixtureOfExperts(nn.Module):
     def forward(self, tokens_BS: Tensor) -> RoutedLogits:
         """Logits of the next token at each position, and what balances the experts."""
         x_SBD = self.embedding(tokens_BS.t())
-        loads: list[Tensor] = []
         # Added up block by block, not stacked, so that deep models are traced by a few blocks.
-        load_E = probability_E = None
+        count, limit = self.experts.count, capacity(self.experts, tokens_BS.numel())
+        load_E = torch.zeros(count, dtype=torch.int64, device=tokens_BS.device)
+        peak, over, layers = load_E.sum(), load_E.sum(), 0
+        probability_E: Tensor | None = None
         for block in self.blocks:
             found = block(x_SBD)
             if not isinstance(found, Routed):
                 x_SBD = found
                 continue
-            x_SBD = found.x
-            loads.append(found.load)
-            load_E = _sum(load_E, found.load)
-            probability_E = _sum(probability_E, found.probability)
+            x_SBD, layers = found.x, layers + 1
+            load_E = load_E + found.load
+            peak = torch.maximum(peak, found.load.max())
+            over = over + dropped(found.load, limit)
+            if found.probability is not None:
+                before = 0.0 if probability_E is None else probability_E
+                probability_E = before + found.probability
         loss = None
-        if load_E is not None and probability_E is not None:
-            loss = auxiliary_loss(load_E, probability_E, len(loads) * tokens_BS.numel())
-        return RoutedLogits(self.head(self.norm(x_SBD)), loss, torch.stack(loads))
-
-
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None or other is None else one + other
+        if probability_E is not None:
+            loss = auxiliary_loss(load_E, probability_E, layers * tokens_BS.numel())
+        return RoutedLogits(self.head(self.norm(x_SBD)), loss, load_E, peak, over)
 
 
 def _norm(config: ModelConfig) -> nn.Module:

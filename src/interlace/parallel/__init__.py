@@ -3,6 +3,7 @@
 meshes.py           device meshes and the names of their axes
 tensor.py           tensor + sequence parallelism as a DTensor plan
 tensor_layers.py    its layers that are not a DTensor style of PyTorch
+tensor_experts.py   a layer of experts under tensor parallelism, by plain tensors
 plans.py            the tensor-parallel plan that a `transformers` model publishes
 split_values.py     where values are split over ranks under such a plan
 local_parts.py      an unmodified module on this rank's part of its parameters
@@ -12,5 +13,6 @@ ring.py             ring attention: keys and values travel past all queries
 ulysses.py          Ulysses: ranks trade the sequence for heads
 block_attention.py  attention of a block of queries to a block of keys
 in_graph.py         how a custom autograd function gets into a traced graph
+expert.py           expert parallelism: the experts of a layer are dealt to ranks
 data.py             which weights data-parallel ranks share, and in which buckets
 """

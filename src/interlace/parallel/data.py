@@ -8,16 +8,18 @@ in one flat tensor, which is what a collective moves.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from interlace.config import ParallelConfig
+from interlace.parallel.expert import dealt_parameters
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -32,7 +34,11 @@ class Weight:
     """The name under which it is stored, then those of parameters that are the same object."""
     shape: tuple[int, ...]
     dim: int | None
-    """The dimension that is cut over `dp_shard`; None if it stays whole."""
+    """The dimension that is cut over data-parallel ranks; None if it stays whole."""
+    ranks: int = 1
+    """Into how many parts it is cut."""
+    dealt: int = 1
+    """Over how many ranks of `ep` experts are dealt, of which this rank has its own ones only."""
 
     @property
     def name(self) -> str:
@@ -44,11 +50,10 @@ class Weight:
         """Of the whole weight."""
         return prod(self.shape)
 
-    def part(self, ranks: int) -> tuple[int, ...]:
+    @property
+    def part(self) -> tuple[int, ...]:
         """The shape of one rank's part."""
-        if self.dim is None:
-            return self.shape
-        return tuple(n // ranks if i == self.dim else n for i, n in enumerate(self.shape))
+        return tuple(n // self.ranks if i == self.dim else n for i, n in enumerate(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +63,27 @@ class Bucket:
     index: int
     weights: tuple[Weight, ...]
     sharded: bool
+    shard: "Axis"
+    """The ranks over which its weights are cut, or gradients of whole ones summed first."""
+    replicate: "Axis"
+    """Those that hold the same parts."""
 
     @property
     def elements(self) -> int:
         """Of all weights, whole."""
         return sum(weight.elements for weight in self.weights)
+
+    @property
+    def axes(self) -> tuple["Axis", ...]:
+        """The axes over which all-reduce sums its gradients. Those of a sharded bucket have been
+        summed over `shard` before, by reduce-scatter."""
+        found = (self.replicate,) if self.sharded else (self.shard, self.replicate)
+        return tuple(axis for axis in found if axis.size > 1)
+
+    @property
+    def dealt(self) -> bool:
+        """Whether it holds weights of experts, which are dealt to ranks."""
+        return any(weight.dealt > 1 for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,50 +100,47 @@ class DataLayout:
 
     buckets: tuple[Bucket, ...]
     """In the order in which parameters are listed; every parameter is in one."""
-    shard: Axis
-    """`dp_shard`, with `cp` folded in."""
-    replicate: Axis
+    ranks: int
+    """Ranks that see other tokens, over which gradients are averaged. All of them have added to
+    those of experts, which came from all ranks of `ep` and are summed over the others."""
     zero: int
     reduce_each: bool
     """Gradients of sharded weights are reduced after each micro-batch, not once a step."""
     reduce_dtype: torch.dtype
 
     @property
-    def ranks(self) -> int:
-        """Ranks whose gradients are averaged."""
-        return self.shard.size * self.replicate.size
-
-    @property
     def gathers_each(self) -> bool:
         """Sharded weights are gathered in each forward and each backward."""
         return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
-
-    def axes(self, bucket: Bucket) -> tuple[Axis, ...]:
-        """The axes over which all-reduce sums the gradients of a bucket. Those of a sharded bucket
-        have been summed over `shard` before, by reduce-scatter."""
-        found = (self.replicate,) if bucket.sharded else (self.shard, self.replicate)
-        return tuple(axis for axis in found if axis.size > 1)
 
 
 def data_layout(
     module: nn.Module, config: ParallelConfig, meshes: Meshes, reduce_dtype: torch.dtype
 ) -> DataLayout | None:
     """The layout of the parameters of `module`; None where no other rank shares them."""
-    axes = {
-        name: Axis(str(meshes.weights.get_group(name).group_name), meshes.weights[name].size())
-        for name in (SHARD_AXIS, REPLICATE_AXIS)
-    }
-    if all(axis.size == 1 for axis in axes.values()):
+    ways = {False: _ways(meshes.weights)}
+    ranks = prod(axis.size for axis in ways[False])
+    if ranks == 1:
         return None
+    if meshes.experts is not None:
+        ways[True] = _ways(meshes.experts)
     weights = split_weights(module, shards_of(config))
     return DataLayout(
-        buckets=_buckets(weights, config.bucket_mib * 2**20 / _item_bytes(module)),
-        shard=axes[SHARD_AXIS],
-        replicate=axes[REPLICATE_AXIS],
+        buckets=_buckets(weights, ways, config.bucket_mib * 2**20 / _item_bytes(module)),
+        ranks=ranks,
         zero=config.zero,
         reduce_each=config.reduce == "micro_batch",
         reduce_dtype=reduce_dtype,
     )
+
+
+def _ways(mesh: DeviceMesh) -> tuple[Axis, Axis]:
+    """Over which ranks weights on a mesh are sharded and replicated."""
+    shard, replicate = (
+        Axis(str(mesh.get_group(name).group_name), mesh[name].size())
+        for name in (SHARD_AXIS, REPLICATE_AXIS)
+    )
+    return shard, replicate
 
 
 def gathered_in_stage(
@@ -141,9 +159,15 @@ def shards_of(config: ParallelConfig) -> int:
     return config.data_shard * config.context if config.data_shard > 1 else 1
 
 
-def split_weights(module: nn.Module, ranks: int) -> list[Weight]:
-    """All parameters of `module`, and how each is cut into `ranks` equal parts."""
-    return [_weight(names, parameter, ranks) for names, parameter in _parameters(module)]
+def split_weights(module: nn.Module, shards: int) -> list[Weight]:
+    """All parameters of `module`, and how each is cut into `shards` equal parts; those of experts,
+    which are dealt to some of these ranks, into so many fewer."""
+    dealt = dealt_parameters(module)
+    found = []
+    for names, parameter in _parameters(module):
+        over = dealt.get(names[0], 1)
+        found.append(_weight(names, parameter, max(1, shards // over), over))
+    return found
 
 
 def replicated_layout(
@@ -154,38 +178,37 @@ def replicated_layout(
         Weight(names, tuple((p.to_local() if isinstance(p, DTensor) else p).shape), None)
         for names, p in _parameters(module)
     ]
+    ways = {False: (Axis("", 1), replicas)}
     return DataLayout(
-        buckets=_buckets(weights, bucket_mib * 2**20 / _item_bytes(module)),
-        shard=Axis("", 1),
-        replicate=replicas,
+        buckets=_buckets(weights, ways, bucket_mib * 2**20 / _item_bytes(module)),
+        ranks=replicas.size,
         zero=1,
         reduce_each=False,
         reduce_dtype=reduce_dtype,
     )
 
 
-def placements_of(
-    weight: Weight, tensor: Sequence[Placement] | None
-) -> tuple[Placement, Placement, Placement]:
-    """On the mesh `Meshes.weights`: how a weight's part lies, `tensor` being its layout over the
-    tensor-parallel ranks (None: every one has all of it)."""
+def placements_of(weight: Weight, tensor: Sequence[Placement] | None) -> tuple[Placement, ...]:
+    """On the mesh `Meshes.weights`, or `Meshes.experts`: how a weight's part lies, `tensor` being
+    its layout over the tensor-parallel ranks (None: every one has all of it)."""
     own = Replicate() if weight.dim is None else Shard(weight.dim)
-    return (Replicate(), own, tensor[0] if tensor else Replicate())
+    dealt = (Shard(0),) if weight.dealt > 1 else ()
+    return (Replicate(), own, *dealt, tensor[0] if tensor else Replicate())
 
 
-def cut(weight: Weight, whole: Tensor, ranks: int, rank: int) -> Tensor:
+def cut(weight: Weight, whole: Tensor, rank: int) -> Tensor:
     """A rank's part of a whole weight, as a view."""
     if weight.dim is None:
         return whole
-    return whole.chunk(ranks, dim=weight.dim)[rank]
+    return whole.chunk(weight.ranks, dim=weight.dim)[rank]
 
 
-def views(bucket: Bucket, flat: Tensor, ranks: int) -> dict[str, Tensor]:
+def views(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
     """The parts in a bucket's flat tensor, by name."""
-    sizes = [prod(weight.part(ranks)) for weight in bucket.weights]
+    sizes = [prod(weight.part) for weight in bucket.weights]
     pieces = flat.split(sizes)
     return {
-        weight.name: piece.view(weight.part(ranks))
+        weight.name: piece.view(weight.part)
         for weight, piece in zip(bucket.weights, pieces, strict=True)
     }
 
@@ -201,35 +224,40 @@ def _parameters(module: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]
     return [(tuple(found), parameter) for parameter, found in names.items()]
 
 
-def _weight(names: tuple[str, ...], parameter: nn.Parameter, ranks: int) -> Weight:
-    taken = None
+def _weight(names: tuple[str, ...], parameter: nn.Parameter, ranks: int, dealt: int) -> Weight:
+    taken: set[int] = {0} if dealt > 1 else set()
     part: Tensor = parameter
     if isinstance(parameter, DTensor):
         part = parameter.to_local()
         (placement,) = parameter.placements
-        taken = placement.dim if isinstance(placement, Shard) else None
+        taken |= {placement.dim} if isinstance(placement, Shard) else set()
     shape = tuple(part.shape)
-    free = [i for i, n in enumerate(shape) if i != taken and n % ranks == 0]
-    return Weight(names, shape, free[0] if ranks > 1 and free else None)
+    free = [i for i, n in enumerate(shape) if i not in taken and n % ranks == 0]
+    if ranks == 1 or not free:
+        return Weight(names, shape, None, dealt=dealt)
+    return Weight(names, shape, free[0], ranks, dealt)
 
 
-def _buckets(weights: Sequence[Weight], most_elements: float) -> tuple[Bucket, ...]:
+def _buckets(
+    weights: Sequence[Weight], ways: Mapping[bool, tuple[Axis, Axis]], most_elements: float
+) -> tuple[Bucket, ...]:
+    """`ways` are the axes of a bucket, by whether its weights are those of dealt experts."""
     buckets: list[Bucket] = []
-    open_: dict[bool, tuple[str, list[Weight]]] = {}
+    open_: dict[tuple[bool, bool], tuple[str, list[Weight]]] = {}
 
-    def close(sharded: bool) -> None:
-        if sharded in open_:
-            buckets.append(Bucket(len(buckets), tuple(open_.pop(sharded)[1]), sharded))
+    def close(kind: tuple[bool, bool]) -> None:
+        _, held = open_.pop(kind)
+        buckets.append(Bucket(len(buckets), tuple(held), kind[0], *ways[kind[1]]))
 
     for weight in weights:
-        sharded, layer = weight.dim is not None, _layer(weight.name)
-        if sharded in open_:
-            first, held = open_[sharded]
+        kind, layer = (weight.dim is not None, weight.dealt > 1), _layer(weight.name)
+        if kind in open_:
+            first, held = open_[kind]
             if first != layer or sum(w.elements for w in held) + weight.elements > most_elements:
-                close(sharded)
-        open_.setdefault(sharded, (layer, []))[1].append(weight)
-    for sharded in list(open_):
-        close(sharded)
+                close(kind)
+        open_.setdefault(kind, (layer, []))[1].append(weight)
+    for kind in list(open_):
+        close(kind)
     return tuple(buckets)
 
 

@@ -1,4 +1,4 @@
-"""Device meshes. Axis names are torchtitan's: `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`.
+"""Device meshes. Axis names are torchtitan's: `pp`, `dp_replicate`, `dp_shard`, `cp`, `ep`, `tp`.
 
 Ranks that share a sequence see different tokens of it, so for weights they are data-parallel
 ranks like any other: weights lie on a mesh whose `dp_shard` axis is `dp_shard` and `cp` together.
@@ -15,10 +15,18 @@ from interlace.config import ParallelConfig, world_of, world_of_stage
 
 REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "cp", "tp"
 """Names of the mesh axes, from the outermost to the innermost."""
+EXPERT_AXIS = "ep"
+"""The axis whose ranks hold the experts of a layer between them; they see different tokens."""
 PIPELINE_AXIS = "pp"
 """The axis whose ranks run the stages of a pipeline; of a run it is the outermost."""
 _DATA_AXIS = "data"
 """All ranks of a stage that see other tokens."""
+_EXPERT_LANES = {
+    EXPERT_AXIS: EXPERT_AXIS,
+    SHARD_AXIS: "ep_dp_shard",
+    REPLICATE_AXIS: "ep_dp_replicate",
+}
+"""How lanes of the axes of `Meshes.experts` are called."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,9 @@ class Meshes:
     """dp_replicate x dp_shard x cp x tp."""
     weights: DeviceMesh
     """dp_replicate x (dp_shard and cp, named dp_shard) x tp; the same ranks in the same order."""
+    experts: DeviceMesh | None = None
+    """Those of experts, where they are dealt to ranks: dp_replicate x dp_shard x ep x tp, the same
+    ranks in the same order. Of the ranks that see other tokens, those in a row are of one `ep`."""
     stages: StageGroups | None = None
     """In a pipeline, whose stages have meshes of their own."""
 
@@ -84,6 +95,10 @@ class Meshes:
         # Without other data-parallel ranks `cp` and `dp_shard` are one group, named after `cp`.
         if self.context.size() > 1:
             found[str(self.context.get_group().group_name)] = CONTEXT_AXIS
+        if self.experts is not None:
+            lanes = {a: n for a, n in _EXPERT_LANES.items() if self.experts[a].size() > 1}
+            for axis, lane in lanes.items():
+                found[str(self.experts.get_group(axis).group_name)] = lane
         return found
 
 
@@ -101,8 +116,9 @@ def build_meshes(
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     layout, weights = map(mesh, _stage_sizes(config))
+    experts = mesh(_expert_sizes(config)) if config.expert > 1 else None
     if config.pipeline == 1:
-        return Meshes(layout, weights)
+        return Meshes(layout, weights, experts)
     of_stages = mesh(
         {_DATA_AXIS: world_of_stage(config) // config.tensor, TENSOR_AXIS: config.tensor}
     )
@@ -110,6 +126,7 @@ def build_meshes(
     return Meshes(
         _without_pipeline(layout),
         _without_pipeline(weights),
+        _without_pipeline(experts) if experts is not None else None,
         StageGroups(
             number=of_stages.get_local_rank(PIPELINE_AXIS),
             pipeline=of_stages.get_group(PIPELINE_AXIS),
@@ -139,7 +156,7 @@ def _meshes_apart(stages: Sequence[ParallelConfig], device_type: str) -> Meshes:
                 number=number, pipeline=None, replicas=made[2].get_group(_DATA_AXIS),
                 stage=made[3].get_group("stage"),
             )  # fmt: skip
-            found.append(Meshes(made[0], made[1], groups))
+            found.append(Meshes(made[0], made[1], stages=groups))
     (own,) = found
     assert own.stages is not None
     return replace(own, stages=replace(own.stages, apart=tuple(layouts)))
@@ -155,18 +172,34 @@ def _stage_sizes(config: ParallelConfig) -> tuple[dict[str, int], dict[str, int]
     )
 
 
+def _expert_sizes(config: ParallelConfig) -> dict[str, int]:
+    """Axes of a stage, seen from its experts."""
+    replicate, shard = config.data_replicate, config.data_shard * config.context
+    inside = min(shard, config.expert)  # the other ranks of `ep` are in other replicas
+    return {
+        REPLICATE_AXIS: replicate * inside // config.expert,
+        SHARD_AXIS: shard // inside,
+        EXPERT_AXIS: config.expert,
+        TENSOR_AXIS: config.tensor,
+    }
+
+
 def _without_pipeline(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[tuple(name for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS)]
 
 
 def axis_sizes(config: ParallelConfig) -> dict[str, int]:
     """Ranks per axis, as lanes of traced graphs are named."""
-    return {
+    found = {
         REPLICATE_AXIS: config.data_replicate,
         SHARD_AXIS: config.data_shard * config.context,
         CONTEXT_AXIS: config.context,
         TENSOR_AXIS: config.tensor,
     }
+    if config.expert > 1:
+        sizes = _expert_sizes(config)
+        found |= {lane: sizes[axis] for axis, lane in _EXPERT_LANES.items()}
+    return found
 
 
 def axis_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
@@ -177,6 +210,11 @@ def axis_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
         CONTEXT_AXIS: config.tensor,
         TENSOR_AXIS: 1,
     }
+    if config.expert > 1:
+        sizes, stride = _expert_sizes(config), config.tensor
+        for axis in (EXPERT_AXIS, SHARD_AXIS, REPLICATE_AXIS):  # from the inside
+            strides[_EXPERT_LANES[axis]] = stride
+            stride *= sizes[axis]
     world = world_of(config)
     return {
         axis: [

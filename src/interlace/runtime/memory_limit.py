@@ -29,8 +29,9 @@ def constant_bytes(
     item = parts[0].element_size() if parts else 0  # a stage may have none
     elements = sum(part.numel() for part in parts)
     buckets = data.buckets if data is not None else ()
-    sharded = sum(bucket.elements for bucket in buckets if bucket.sharded)
-    own = sharded // (data.shard.size if data is not None else 1)
+    cut = [bucket for bucket in buckets if bucket.sharded]
+    sharded = sum(bucket.elements for bucket in cut)
+    own = sum(bucket.elements // bucket.shard.size for bucket in cut)
     owned = elements - sharded + own
     separate = config.train.dtype != "float32"
     computing = own if data is not None and data.gathers_each else sharded
@@ -49,10 +50,9 @@ def constant_bytes(
 
 def _of_cut_stage(config: RunConfig, module: nn.Module, held: Collection[str]) -> dict[str, int]:
     """The same of a stage whose ranks share its masters (`train.stage_shards`)."""
-    ranks = shards_of(config.parallel)
-    weights = [each for each in split_weights(module, ranks) if each.name in held]
+    weights = [e for e in split_weights(module, shards_of(config.parallel)) if e.name in held]
     elements = sum(each.elements for each in weights)
-    parts = {each: prod(each.part(ranks)) for each in weights}
+    parts = {each: prod(each.part) for each in weights}
     cut = [each for each in weights if each.dim is not None]
     item = next(module.parameters()).element_size()
     separate = cut if config.train.dtype == "float32" else weights

@@ -16,7 +16,8 @@ from interlace.models.hugging_face import load_config, load_weights
 from interlace.models.moe import RoutedLogits
 from interlace.models.transformers_model import TransformersLoss, build, has_weights
 from interlace.parallel.context import apply_context_parallel
-from interlace.parallel.meshes import Meshes
+from interlace.parallel.expert import apply_expert_parallel
+from interlace.parallel.meshes import EXPERT_AXIS, Meshes
 from interlace.parallel.plans import apply_published_plan
 from interlace.parallel.tensor import apply_tensor_parallel
 from interlace.rules import check
@@ -43,8 +44,10 @@ def build_module(
             hint="give its sub-modules roles (interlace/parallel/tensor.py), or set "
             "parallel.tensor to 1",
         )
-    apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
     folder = Path(config.model.config)
+    if meshes.experts is not None:
+        apply_expert_parallel(model, meshes.experts[EXPERT_AXIS])
+    apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
     if config.model.config and has_weights(folder) and not is_fake():
         load_weights(model, folder)
     return NextTokenLoss(model, config.model.experts.auxiliary_weight)
@@ -107,8 +110,9 @@ class NextTokenLoss(nn.Module):
         self.model = model
         self.auxiliary_weight = auxiliary_weight
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """A scalar, equal on all ranks of a tensor-parallel group.
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """A scalar, equal on all ranks of a tensor-parallel group, and of a model with experts
+        their load, peak and dropped choices beside it.
 
         Logits that come as a vocabulary-sharded DTensor are never gathered: the caller holds
         `parallel.tensor.loss_context`, under which softmax reduces across ranks.
@@ -120,4 +124,6 @@ class NextTokenLoss(nn.Module):
         loss = loss.to_local() if isinstance(loss, DTensor) else loss
         if self.training and isinstance(found, RoutedLogits) and found.auxiliary_loss is not None:
             loss = loss + self.auxiliary_weight * found.auxiliary_loss
+        if isinstance(found, RoutedLogits):
+            return loss, found.load, found.peak, found.dropped
         return loss

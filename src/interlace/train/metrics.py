@@ -48,7 +48,7 @@ def step_line(values: Mapping[str, Any]) -> str:
     """One readable line for a step; a field that is absent or None is left out.
 
     Keys: step, steps, loss, bits_per_byte, tokens_per_s, step_ms, exposed_ms, bubble_fraction and
-    mfu (0..1), lr, grad_norm. Others are ignored.
+    mfu (0..1), lr, grad_norm, expert_imbalance. Others are ignored.
     """
     parts = []
     if (step := values.get("step")) is not None:
@@ -71,6 +71,7 @@ def step_line(values: Mapping[str, Any]) -> str:
     if (mfu := values.get("mfu")) is not None:
         parts.append(f"MFU {100 * mfu:.1f} %")
     parts += _present(values, [("lr", "lr {:.1e}"), ("grad_norm", "grad {:.2f}")])
+    parts += _present(values, [("expert_imbalance", "experts {:.2f}x")])
     return "  ".join(parts)
 
 

@@ -83,7 +83,7 @@ class StageShards:
         return self._view(self._cut[name], whole).contiguous() if name in self else whole
 
     def _view(self, weight: Weight, whole: Tensor) -> Tensor:
-        return cut(weight, whole, self._ranks, self._rank)
+        return cut(weight, whole, self._rank)
 
     def _packed(self, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         parts = [self._view(each, local(parameters[each.name])) for each in bucket.weights]
@@ -107,7 +107,7 @@ class StageShards:
         """Make new masters what graphs compute with, rounded to its type: in the flat parts that
         they gather, or gathered into the module's parameters. Collective."""
         for index, bucket in self._buckets.items():
-            for name, part in views(bucket, self.flat[index], self._ranks).items():
+            for name, part in views(bucket, self.flat[index]).items():
                 if name in self:
                     part.copy_(local(self.masters[name]))
         if not self._buckets:
@@ -122,9 +122,9 @@ class StageShards:
             own = torch.cat(parts)
             gathered = own.new_empty(self._ranks * own.numel())
             dist.all_gather_into_tensor(gathered, own, group=self._group)
-            shapes = [weight.part(self._ranks) for weight in weights]
+            shapes = [weight.part for weight in weights]
             sizes = [prod(shape) for shape in shapes]
             for rank, flat in enumerate(gathered.view(self._ranks, -1)):
                 for weight, shape, piece in zip(weights, shapes, flat.split(sizes), strict=True):
                     whole = self._whole[weight.name]
-                    cut(weight, whole, self._ranks, rank).copy_(piece.view(shape))
+                    cut(weight, whole, rank).copy_(piece.view(shape))

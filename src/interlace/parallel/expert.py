@@ -1,0 +1,80 @@
+"""Expert parallelism: the experts of a layer are dealt to ranks that see different tokens.
+
+Ranks of the axis `ep` are data-parallel ranks in a row. Each holds E / R experts, gets the rows
+that all of them have routed to these, and sends the results back. The other ranks that hold the
+same experts are their data-parallel ranks (GShard, arXiv 2006.16668; DeepSpeed-MoE, 2201.05596).
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from interlace.errors import InputError
+from interlace.experts.between_ranks import host_counts, received_counts, to_experts, to_tokens
+from interlace.models.experts import Experts, RowExchange
+
+
+class BetweenRanks(RowExchange):
+    """Rows go to the rank of their expert, and back."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.ranks, self.group = mesh.size(), str(mesh.get_group().group_name)
+
+    def counts(self, sent_E: Tensor) -> Tensor:
+        """As in `RowExchange`; ranks tell each other first."""
+        return host_counts(sent_E, received_counts(sent_E, self.ranks, self.group))
+
+    def to_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """As in `RowExchange`, of all ranks."""
+        return to_experts(rows, counts, self.ranks, self.group)
+
+    def to_tokens(self, rows: Tensor, counts: Tensor, token_rows: int) -> Tensor:
+        """As in `RowExchange`, to the ranks that they came from."""
+        return to_tokens(rows, counts, self.ranks, token_rows, self.group)
+
+
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Deal the experts of all layers of `model` to the ranks of a one-dimensional mesh, in place.
+    Every rank must hold equal weights, plain tensors.
+
+    Raises InputError for a model without experts, and for a number that the ranks do not divide.
+    """
+    ranks = mesh.size()
+    if ranks == 1:
+        return
+    found = list(_layers(model))
+    if not found:
+        raise InputError(
+            f"parallel.expert = {ranks}, and {type(model).__name__} has no experts",
+            hint="set parallel.expert to 1, or choose a mixture-of-experts model",
+        )
+    for name, layer in found:
+        if layer.count % ranks:
+            raise InputError(
+                f"the {layer.count} experts of {name or 'the model'} cannot be dealt to "
+                f"parallel.expert = {ranks} ranks",
+                hint="set parallel.expert to a divisor of the number of experts",
+            )
+        for own, weight in list(layer.named_parameters()):
+            part = weight.detach().chunk(ranks)[mesh.get_local_rank()].clone()
+            setattr(layer, own, nn.Parameter(part, requires_grad=weight.requires_grad))
+        layer.exchange = BetweenRanks(mesh)
+
+
+def dealt_parameters(model: nn.Module) -> dict[str, int]:
+    """The parameters of which a rank holds its experts' part along dimension 0, by name, and over
+    how many ranks they are dealt."""
+    return {
+        f"{name}.{own}" if name else own: layer.exchange.ranks
+        for name, layer in _layers(model)
+        if layer.exchange.ranks > 1
+        for own, _ in layer.named_parameters()
+    }
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            yield name, module
