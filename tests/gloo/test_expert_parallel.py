@@ -12,9 +12,10 @@ import torch.distributed as dist
 from mixture_models import EXPERTS, ROUTINGS, MixtureLoss
 from processes import gloo_group, run_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from interlace.api import compile_step
+from interlace.api import clip_grad_norm_, compile_step
 from interlace.config import ParallelConfig, Recompute, RunConfig, world_of
 from interlace.errors import InputError
 from interlace.experts.between_ranks import (
@@ -243,9 +244,11 @@ def child_refused() -> list[str]:
         dealt = MixtureLoss(1, 8, 8)
         dealt.blocks[0].experts = Experts(3, 8, 8)
         apply_expert_parallel(dealt, one_each[EXPERT_AXIS])
-        with pytest.raises(InputError) as refused:
-            compile_step(dealt, lambda module, batch: module(*batch), batches(0)[0])
-        said.append(str(refused.value))
+        replicas = init_device_mesh("cpu", (3,), mesh_dim_names=("dp_replicate",))
+        for mesh in (None, replicas):
+            with pytest.raises(InputError) as refused:
+                compile_step(dealt, _call, batches(0)[0], mesh=mesh)
+            said.append(str(refused.value))
         dist.barrier()  # a rank that leaves takes the store with it
     return said
 
@@ -255,7 +258,68 @@ def test_experts_that_ranks_do_not_divide_are_refused() -> None:
     assert f"the {EXPERTS} experts of blocks.0.experts" in said[0]
     assert "parallel.expert = 3" in said[0]
     assert "Linear has no experts" in said[1]
-    assert "experts of one of 3 ranks, and compile_step" in said[2]
+    for each, axes in zip(said[2:], ("no axes", "dp_replicate"), strict=True):
+        assert (
+            f"one of 3 ranks, which are not the axis ep of the mesh of compile_step ({axes}" in each
+        )
+
+
+def _call(module: MixtureLoss, *batch: Tensor) -> Tensor:
+    return module(*batch)
+
+
+def child_compiled(replicas: int) -> dict[str, Any]:
+    """`compile_step` on a mesh dp_replicate x ep: two strands, clipped, three steps of SGD."""
+    torch.set_default_dtype(torch.float64)
+    with gloo_group():
+        ranks = dist.get_world_size()
+        mesh = init_device_mesh(
+            "cpu", (replicas, ranks // replicas), mesh_dim_names=("dp_replicate", "ep")
+        )
+        module = MixtureLoss(LAYERS, WIDTH, INNER)
+        apply_expert_parallel(module, mesh["ep"])
+        mine = batches(dist.get_rank())
+        step = compile_step(module, _call, mine[0], mesh=mesh)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        norms = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            step(mine)
+            norms.append(float(clip_grad_norm_(step, 0.1)))
+            optimizer.step()
+        wanted, reference = _trained(ranks)
+        whole = dict(reference.named_parameters())
+        off = 0.0
+        for name, parameter in module.named_parameters():
+            want = whole[name].detach()
+            if want.shape != parameter.shape:
+                want = want.chunk(ranks // replicas)[mesh.get_local_rank("ep")]
+            off = max(off, float((parameter.detach() - want).abs().max() / want.abs().max()))
+        dist.barrier()
+    return {"norms": norms, "wanted": wanted, "off": off}
+
+
+def _trained(ranks: int) -> tuple[list[float], MixtureLoss]:
+    """The same in one process, which sees the micro-batches of all ranks."""
+    module = MixtureLoss(LAYERS, WIDTH, INNER, reference=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses = [module(*batch) for rank in range(ranks) for batch in batches(rank)]
+        torch.stack(losses).mean().backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)))
+        optimizer.step()
+    return norms, module
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_compile_step_trains_dealt_experts(ranks: int, replicas: int) -> None:
+    name = "test_expert_parallel:child_compiled"
+    for result in run_ranks(name, ranks, args=[replicas], timeout_s=200):
+        found = result.value
+        assert found["norms"] == pytest.approx(found["wanted"], rel=BOUND)
+        assert found["off"] < BOUND, found
 
 
 def test_groups_of_experts_are_ranks_in_a_row() -> None:

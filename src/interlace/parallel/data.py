@@ -171,17 +171,27 @@ def split_weights(module: nn.Module, shards: int) -> list[Weight]:
 
 
 def replicated_layout(
-    module: nn.Module, replicas: Axis, reduce_dtype: torch.dtype, *, bucket_mib: float
+    module: nn.Module,
+    replicas: Axis,
+    reduce_dtype: torch.dtype,
+    *,
+    experts: Axis = Axis("", 1),
+    bucket_mib: float,
 ) -> DataLayout:
-    """The layout of parameters that are whole on all `replicas`, on any mesh of other axes."""
+    """The layout of parameters that are whole on all `replicas`, and on the ranks `experts`, of
+    which each has its own experts; on any mesh of other axes."""
+    dealt = dealt_parameters(module)
     weights = [
-        Weight(names, tuple((p.to_local() if isinstance(p, DTensor) else p).shape), None)
+        Weight(
+            names, tuple((p.to_local() if isinstance(p, DTensor) else p).shape), None,
+            dealt=dealt.get(names[0], 1),
+        )
         for names, p in _parameters(module)
-    ]
-    ways = {False: (Axis("", 1), replicas)}
+    ]  # fmt: skip
+    ways = {False: (experts, replicas), True: (Axis("", 1), replicas)}
     return DataLayout(
         buckets=_buckets(weights, ways, bucket_mib * 2**20 / _item_bytes(module)),
-        ranks=replicas.size,
+        ranks=replicas.size * experts.size,
         zero=1,
         reduce_each=False,
         reduce_dtype=reduce_dtype,

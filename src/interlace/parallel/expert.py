@@ -20,6 +20,7 @@ class BetweenRanks(RowExchange):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
+        self.mesh = mesh
         self.ranks, self.group = mesh.size(), str(mesh.get_group().group_name)
 
     def counts(self, sent_E: Tensor) -> Tensor:
@@ -72,6 +73,12 @@ def dealt_parameters(model: nn.Module) -> dict[str, int]:
         if layer.exchange.ranks > 1
         for own, _ in layer.named_parameters()
     }
+
+
+def dealt_over(model: nn.Module) -> dict[str, DeviceMesh]:
+    """The ranks over which experts are dealt, by the name of their process group."""
+    exchanges = [layer.exchange for _, layer in _layers(model)]
+    return {each.group: each.mesh for each in exchanges if isinstance(each, BetweenRanks)}
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:

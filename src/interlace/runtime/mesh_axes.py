@@ -12,8 +12,8 @@ from interlace.graphs.collectives import group_of, is_collective
 from interlace.graphs.spread import ranks_of
 from interlace.ir.actions import Share, strand
 from interlace.parallel.data import Axis, DataLayout, replicated_layout
-from interlace.parallel.expert import dealt_parameters
-from interlace.parallel.meshes import PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS
+from interlace.parallel.expert import dealt_over, dealt_parameters
+from interlace.parallel.meshes import EXPERT_AXIS, PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS
 from interlace.runtime.traced_strands import Strands
 
 
@@ -31,23 +31,49 @@ def replicas_of(
     """How graphs sum gradients over ranks that hold the same weights; None if there are none, or if
     parameters lie on that axis themselves and so say how their gradients add up. In a pipeline it
     is not the graphs that sum them."""
-    group = replica_group(module, mesh)
-    if group is None or pipeline_of(mesh) is not None:
+    group, experts = replica_group(module, mesh), expert_group(module, mesh)
+    if pipeline_of(mesh) is not None or group is experts is None:
         return None
-    axis = Axis(str(group.group_name), dist.get_world_size(group))
-    return replicated_layout(module, axis, dtype, bucket_mib=ParallelConfig().bucket_mib)
+    replicas, over = (
+        Axis("", 1) if each is None else Axis(str(each.group_name), dist.get_world_size(each))
+        for each in (group, experts)
+    )
+    return replicated_layout(
+        module, replicas, dtype, experts=over, bucket_mib=ParallelConfig().bucket_mib
+    )
+
+
+def expert_group(module: nn.Module, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The ranks to which the experts of a module are dealt, this one among them; None if a rank has
+    all. They see different data and hold everything else alike.
+
+    Raises InputError unless they are the axis `ep` of the mesh, and beside an axis `pp`.
+    """
+    dealt = dealt_parameters(module)
+    if not dealt:
+        return None
+    name, ranks = next(iter(dealt.items()))
+    names = (mesh.mesh_dim_names if mesh is not None else None) or ()
+    group = mesh.get_group(EXPERT_AXIS) if mesh is not None and EXPERT_AXIS in names else None
+    if group is None or set(dealt_over(module)) != {str(group.group_name)}:
+        raise InputError(
+            f"{name!r} holds the experts of one of {ranks} ranks, which are not the axis "
+            f"{EXPERT_AXIS} of the mesh of compile_step ({', '.join(names) or 'no axes'})",
+            hint=f"give compile_step a mesh with an axis {EXPERT_AXIS}, and "
+            f'apply_expert_parallel mesh["{EXPERT_AXIS}"]',
+        )
+    if pipeline_of(mesh) is not None:
+        raise InputError(
+            f"{name!r} holds the experts of one of {ranks} ranks, and the mesh has an axis "
+            f"{PIPELINE_AXIS}",
+            hint="leave all experts on every rank of a stage, or train without a pipeline",
+        )
+    return group
 
 
 def replica_group(module: nn.Module, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The ranks of those, this one among them. Raises InputError for a mesh whose ranks are to
-    share weights, and for experts that are dealt to ranks."""
-    if dealt := dealt_parameters(module):
-        name, over = next(iter(dealt.items()))
-        raise InputError(
-            f"{name!r} holds the experts of one of {over} ranks, and compile_step sums gradients "
-            "as if all ranks had all experts",
-            hint="train by interlace train (parallel.expert), or leave all experts on every rank",
-        )
+    share weights."""
     names = (mesh.mesh_dim_names if mesh is not None else None) or ()
     on_axis = {
         name
@@ -82,8 +108,8 @@ def pipeline_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 
 def data_rank_of(mesh: DeviceMesh | None, strands: Strands) -> int:
     """This rank's number among the ranks that see other data: those along axes over which the model
-    neither lays out parameters nor exchanges anything, and along `dp_replicate`. The stages of a
-    pipeline see the same data."""
+    neither lays out parameters nor exchanges anything, and along `dp_replicate` and `ep`. The
+    stages of a pipeline see the same data."""
     if mesh is None:
         return 0
     shared = {
@@ -100,7 +126,7 @@ def data_rank_of(mesh: DeviceMesh | None, strands: Strands) -> int:
     for axis in range(mesh.ndim):
         if names[axis] == PIPELINE_AXIS:
             continue
-        is_replicas = names[axis] == REPLICATE_AXIS
+        is_replicas = names[axis] in (REPLICATE_AXIS, EXPERT_AXIS)
         if is_replicas or ranks_of(str(mesh.get_group(axis).group_name)) not in shared:
             found = found * mesh.size(axis) + mesh.get_local_rank(axis)
     return found

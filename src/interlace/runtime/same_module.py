@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError, nearest
+from interlace.parallel.expert import dealt_parameters
 from interlace.parallel.meshes import PIPELINE_AXIS, REPLICATE_AXIS
 from interlace.ranks.agree import Content, check_agreement, check_contents, environment_fields
 from interlace.ranks.replicas import Places, tensor_contents
@@ -51,6 +52,7 @@ class ModuleAgreement:
         self._group = group
         self._ranks = None if mesh is None else mesh.mesh.flatten().tolist()
         self._per_rank = _plain_names(module, per_rank)
+        self._dealt = frozenset(dealt_parameters(module))
 
     def check_software(self, *functions: Any) -> None:
         """Versions, and the files of interlace, of the module's classes and of `functions`."""
@@ -103,7 +105,7 @@ class ModuleAgreement:
             place = (("ranks", rank),)
         else:
             place = self._place({REPLICATE_AXIS})
-        return {f"parameter {name!r}": place for name in self._per_rank}
+        return {f"parameter {name!r}": place for name in (*self._per_rank, *self._dealt)}
 
     def _place(self, without: Collection[str]) -> tuple[tuple[str, int], ...]:
         """This rank's numbers on the axes of the mesh, but for some."""

@@ -13,7 +13,7 @@ from interlace.errors import InputError
 from interlace.parallel.data import DataLayout
 from interlace.ranks.agree import refused_together
 from interlace.runtime.laid_out_link import LaidOutLink
-from interlace.runtime.mesh_axes import pipeline_of, replica_group, replicas_of
+from interlace.runtime.mesh_axes import expert_group, pipeline_of, replica_group, replicas_of
 from interlace.runtime.stage_link import StageLink
 from interlace.runtime.stage_meshes import StageMeshes
 
@@ -70,7 +70,8 @@ class StepRanks:
 
     def has_replicas(self, module: nn.Module) -> bool:
         """Whether gradients are averaged over ranks that hold equal weights."""
-        return replica_group(module, self.mesh) is not None
+        groups = replica_group(module, self.mesh), expert_group(module, self.mesh)
+        return any(group is not None for group in groups)
 
     def link(self, module: nn.Module, device: torch.device, wait_s: float) -> StageLink | None:
         """The way to the other stages, and to the replicas of this one."""

@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from interlace.parallel.expert import dealt_over, dealt_parameters
 from interlace.parallel.local_parts import local
 from interlace.runtime.batch_form import BatchForm
 from interlace.runtime.binding import ModuleBinding
@@ -85,7 +86,12 @@ class UserModule:
         names = [name for role, name in self.constants if role == "gradient"]
         if handovers is not None and link is not None:
             names = [name for name in names if handovers.owner(name) == handovers.rank]
-        return total_norm(self.gradients(names), link, self._example[0].device)
+        dealt = dealt_parameters(self._chunk)
+        found = self.gradients([name for name in names if name not in dealt])
+        for mesh in dealt_over(self._chunk).values():  # one, as `mesh_axes.expert_group` sees to
+            own = self.gradients([name for name in names if name in dealt])
+            found += [DTensor.from_local(each, mesh, (Shard(0),)) for each in own]
+        return total_norm(found, link, self._example[0].device)
 
     def flat(self, batches: Sequence[Any]) -> list[Batch]:
         """The tensors of micro-batches. Raises InputError for one of another form than the
