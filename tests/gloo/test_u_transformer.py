@@ -87,7 +87,7 @@ def test_an_unknown_preset_is_refused() -> None:
 
 def test_a_chunk_that_begins_with_a_growing_convolution_is_handed_the_small_image() -> None:
     """And hands back its gradient, which it adds up itself."""
-    sizes = replace(PRESETS["small"], image=8)
+    sizes = replace(PRESETS["small"], image=8, multiples=(1, 3, 2, 2))
     batch = torch.randn(2, 1, 8, 8), torch.rand(2)
     strands = build_strands(_Mean(UTransformer(sizes)), batch, {})
     placement = Placement(rank_of=(0, 1), split_at=("inner.up.2.grow",))
