@@ -20,7 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import interlace
 from interlace.data.digits import HELD_OUT, DenoisingBatch, DigitsUnderNoise
 from interlace.errors import InputError
+from interlace.ir.actions import Direction
 from interlace.models.u_transformer import PRESETS, UTransformer, UTransformerConfig, preset
+from interlace.runtime.chunks import Placement, chunked
+from interlace.runtime.traced_strands import build_strands
 
 MILLION = 1_000_000
 MICRO_BATCHES = 4
@@ -80,6 +83,29 @@ def test_an_unknown_preset_is_refused() -> None:
     with pytest.raises(InputError, match="no U-Transformer '1B'") as refusal:
         preset("1B")
     assert "1b" in refusal.value.hint
+
+
+def test_a_chunk_that_begins_with_a_growing_convolution_is_handed_the_small_image() -> None:
+    """And hands back its gradient, which it adds up itself."""
+    sizes = replace(PRESETS["small"], image=8, multiples=(1, 3, 2, 2))
+    batch = torch.randn(2, 1, 8, 8), torch.rand(2)
+    strands = build_strands(_Mean(UTransformer(sizes)), batch, {})
+    placement = Placement(rank_of=(0, 1), split_at=("inner.up.2.grow",))
+    messages = chunked(strands, placement).handovers.messages
+    channels = sizes.channels * sizes.multiples[1]
+    for route in ((Direction.FORWARD, 0, 1), (Direction.BACKWARD, 1, 0)):
+        elements = [carried.like.numel() for carried in messages[route]]
+        assert 2 * channels * 4 * 4 in elements
+        assert 2 * channels * 8 * 8 not in elements
+
+
+class _Mean(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, noisy: Tensor, level: Tensor) -> Tensor:
+        return self.inner(noisy, level).mean()
 
 
 def test_digits_follow_from_seed_and_step() -> None:

@@ -2,6 +2,7 @@
 bubbles and memory of their formulas (papers 1.6 and 2.5, and the papers that the files name)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -127,6 +128,22 @@ def test_bubbles_without_cut_backwards(ranks: int, more: int, times: tuple[int, 
     assert step("interleaved", ranks, count, times).step_ns == 2 * count * sum(times) + one
     count = 2 * ranks + more
     assert step("folded", ranks, count, times).step_ns == 2 * (count * sum(times) + one)
+
+
+@given(ranks=RANKS, count=st.integers(1, 12), times=TIMES, between=st.integers(0, 9))
+def test_a_rank_is_busy_between_its_actions(
+    ranks: int, count: int, times: tuple[int, int, int], between: int
+) -> None:
+    """And messages leave before: one micro-batch waits for it once, where it turns."""
+
+    def length_ns(ranks: int, count: int) -> int:
+        actions = find("one_f_one_b").of_ranks(ranks, count)
+        phases = {action.phase for own in actions for action in own}
+        busy = replace(costs(ranks, *times), between_ns=dict.fromkeys(phases, between))
+        return simulate_pipeline(actions, busy).step_ns
+
+    assert length_ns(1, count) == count * sum(times) + (2 * count - 1) * between
+    assert length_ns(ranks, 1) == ranks * sum(times) + between
 
 
 @given(ranks=RANKS, more=st.integers(0, 12), times=TIMES, data=st.data())

@@ -3,8 +3,8 @@
 Two ranks, one core each, run a GPT of plain PyTorch in float32, cut into the same chunks by both.
 Once over the machine's own link, and once over links of a lab whose rate lets what a rank sends in
 a step under 1F1B take a good part of the step. All ways take turns step by step in one run, and
-their gradients are compared before. The first steps of each way are not counted. Then some steps
-are recorded, and simulated with their own times.
+their gradients are compared before. The first steps of each way are not counted. Then steps of our
+ways are timed and recorded by turns, and what is recorded is simulated with its own times.
 """
 
 import json
@@ -13,9 +13,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 
-from interlace.bench.results import ResultRow, environment, speedup, write_json
+from interlace.bench.results import (
+    ResultRow,
+    environment,
+    predicted_over_measured,
+    speedup,
+    write_json,
+)
 from interlace.errors import RunError
 from interlace.lab import hosts
 from interlace.ranks.launch import launch
@@ -73,7 +78,8 @@ def run(*, quick: bool, json_path: Path | None) -> int:
 
 
 _Times = dict[str, dict[str, list[int]]]
-"""`times`: ns of each step of each way; `predicted`: ns of our schedules' steps, simulated."""
+"""`times`: ns of each step of each way; `predicted` and `measured`: ns of our schedules' steps as
+they are simulated, and of those timed right before."""
 
 
 def measure(rate: str, *, quick: bool) -> _Times:
@@ -110,19 +116,8 @@ def rows_of(link: str, found: Mapping[str, Mapping[str, Sequence[int]]]) -> list
             case = f"{ours}, {link}"
             rows.append(speedup(case, "speedup_vs_pytorch", mine, times[f"torch {theirs}"]))
         rows.append(speedup(f"{ours}, {link}", "speedup_vs_1f1b", mine, times[_BASELINE]))
-        rows.append(_predicted(f"{ours}, {link}", found["predicted"][ours], median(mine)))
+        predicted, measured = (
+            [each / 1e6 for each in found[key][ours]] for key in ("predicted", "measured")
+        )
+        rows.append(predicted_over_measured(f"{ours}, {link}", predicted, measured))
     return rows
-
-
-def _predicted(case: str, predicted_ns: Sequence[int], measured_ms: float) -> ResultRow:
-    """The simulator's step over the median of those that were measured; the spread is that of
-    recorded steps, of which each gives the simulator its times."""
-    ratios = [each / 1e6 / measured_ms for each in predicted_ns]
-    return ResultRow(
-        case=case,
-        metric="predicted_over_measured",
-        ours=median(predicted_ns) / 1e6,
-        baseline=measured_ms,
-        ratio=median(ratios),
-        spread=(min(ratios), max(ratios)),
-    )

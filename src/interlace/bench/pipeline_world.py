@@ -31,8 +31,8 @@ LIMIT = timedelta(seconds=300)
 """Limit of every wait of the bench; no step takes nearly so long."""
 _WARM_UP = 2
 """Steps of each way that are not timed."""
-_RECORDED = 5
-"""Steps of each of our ways that are recorded for a prediction."""
+_RECORDED = 9
+"""Steps of each of our ways that are recorded for a prediction, each behind one that is timed."""
 _BOUND = 1e-4
 """By how much gradients in float32 may differ between the runtimes, of the largest one; they add
 up in other orders."""
@@ -156,13 +156,32 @@ def take_turns(
     times: dict[str, list[int]] = {name: [] for name in ways}
     for repeat in range(_WARM_UP + repeats):
         for name, way in ways.items():
-            dist.barrier()
-            began = time.perf_counter_ns()
-            way(batches)
-            dist.barrier()
+            took = _timed(way, batches)
             if repeat >= _WARM_UP:
-                times[name].append(time.perf_counter_ns() - began)
+                times[name].append(took)
     return times
+
+
+def _timed(way: Way, batches: Sequence[Batch]) -> int:
+    dist.barrier()
+    began = time.perf_counter_ns()
+    way(batches)
+    dist.barrier()
+    return time.perf_counter_ns() - began
+
+
+def predict(
+    ways: Mapping[str, Way], steps: Mapping[str, Step], batches: Sequence[Batch]
+) -> dict[str, dict[str, list[int]]]:
+    """By schedule ns of steps, `measured` as in `take_turns`, and `predicted` from a step that is
+    recorded right behind, so that both see the machine in the same state."""
+    measured: dict[str, list[int]] = {name: [] for name in steps}
+    predicted: dict[str, list[int]] = {name: [] for name in steps}
+    for _ in range(_RECORDED):
+        for name, step in steps.items():
+            measured[name].append(_timed(ways[f"ours {name}"], batches))
+            predicted[name].append(step.record_pipeline(batches).predicted.step_ns)
+    return {"measured": measured, "predicted": predicted}
 
 
 def main(job_path: str, result_path: str) -> int:
@@ -182,14 +201,10 @@ def main(job_path: str, result_path: str) -> int:
                 ways[f"torch {theirs}"] = build_rival(Gpt, size, theirs, chunks, loss_of)
         batches = batches_of(size)
         check_same(ways, batches)
-        times = take_turns(ways, batches, job["repeats"])
-        predicted = {
-            name: [step.record_pipeline(batches).predicted.step_ns for _ in range(_RECORDED)]
-            for name, step in steps.items()
-        }
+        found = {"times": take_turns(ways, batches, job["repeats"])}
+        found |= predict(ways, steps, batches)
         if dist.get_rank() == 0:
-            found = json.dumps({"times": times, "predicted": predicted})
-            Path(result_path).write_text(found, encoding="utf-8")
+            Path(result_path).write_text(json.dumps(found), encoding="utf-8")
         dist.barrier()
     finally:
         dist.destroy_process_group()

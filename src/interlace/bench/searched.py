@@ -98,7 +98,8 @@ def run(*, quick: bool, json_path: Path | None) -> int:
         print(
             f"{size.micro_batches} micro-batches, {EMULATED}: matmuls sleep for their FLOPs at "
             f"{size.flops_per_s:.2g} FLOP/s; by simulation {milliseconds(found.step.step_ns)} ms, "
-            f"{usual.schedule} with equal layers {milliseconds(usual.length_ns)} ms",
+            f"{usual.schedule} with equal layers {milliseconds(usual.length_ns)} ms, "
+            f"no pipeline of these units less than {milliseconds(found.floor_ns)} ms",
             file=sys.stderr,
         )
         rows += rows_of(size, found, measure(size, found))

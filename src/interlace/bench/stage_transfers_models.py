@@ -27,7 +27,7 @@ _SPLITS = {
     ("gpt", 2): ("blocks.2",),
     ("gpt", 4): ("blocks.1", "blocks.2", "blocks.3"),
     ("u_transformer", 2): ("up.2",),
-    ("u_transformer", 4): ("up.0", "up.2", "up.2.grow"),
+    ("u_transformer", 4): ("middle", "up.2", "up.2.grow"),
 }
 """With which sub-modules chunks begin, by model and number of chunks. Of the U-Transformer so that
 ranks have 52 and 48 % of the FLOPs either way; with four chunks, folded, the widest skips stay on

@@ -236,13 +236,13 @@ def _afresh(way: Way, forget: Any, batches: Sequence[Batch]) -> Mapping[str, Any
 
 
 def main(job_path: str, result_path: str) -> int:
-    """Measure as this rank; rank 0 writes what it found, by case."""
+    """Measure as this rank; rank 0 writes what it found."""
     follow_launcher(os.environ)
     torch.set_num_threads(1)
-    job: list[dict[str, Any]] = json.loads(Path(job_path).read_text(encoding="utf-8"))
+    case = StageCase(**json.loads(Path(job_path).read_text(encoding="utf-8")))
     dist.init_process_group("gloo", timeout=LIMIT)
     try:
-        found = [measure_case(StageCase(**each)) for each in job]
+        found = measure_case(case)
         if dist.get_rank() == 0:
             Path(result_path).write_text(json.dumps(found), encoding="utf-8")
         dist.barrier()

@@ -13,6 +13,7 @@ Passes:
 
 accumulate.py         gradients flow into persistent buffers
 gradient_layouts.py   each gradient comes to its parameter's layout
+joint_backwards.py    gradients of inputs and of weights as two operators
 data_parallel.py      gathers of weights and reductions of gradients
 dropout.py            masks that depend on numbers, not on what ran before
 capture_settings.py   how a forward is captured: sizes, logs, recurrent layers

@@ -12,8 +12,10 @@ from itertools import pairwise
 
 from torch import fx
 
+from interlace.graphs.joint_backwards import gives_weights_only
 from interlace.graphs.op_graphs import is_free
 from interlace.graphs.parts import GraphPart
+from interlace.graphs.trace import VIEWS
 
 _Sources = Mapping[fx.Node, tuple[fx.Node, ...]]
 """The operators and inputs that each operator reads, through free nodes."""
@@ -59,7 +61,8 @@ def weight_half(backward: GraphPart, chunk_of: Mapping[str, int]) -> frozenset[s
     """The operators that compute gradients of weights and nothing that another chunk waits for.
 
     Nobody waits for the gradients of the first chunk; there those operators stay behind that more
-    than one weight's gradient follows from, as elsewhere."""
+    than one weight's gradient follows from, as elsewhere, but for those that compute nothing else
+    than a weight's and its bias's."""
     _, users = _sources(backward)
     chunk = {node: chunk_of[name] for name, node in backward.operators.items()}
     awaited: set[fx.Node] = set()
@@ -73,11 +76,13 @@ def weight_half(backward: GraphPart, chunk_of: Mapping[str, int]) -> frozenset[s
         sinks[node] = 0 if own else 1 << index
         for user in own:
             sinks[node] |= sinks[user]
-    return frozenset(
-        name
-        for name, node in backward.operators.items()
-        if (node not in awaited if chunk[node] in has_awaited else sinks[node].bit_count() < 2)
-    )
+
+    def is_late(node: fx.Node) -> bool:
+        if chunk[node] in has_awaited:
+            return node not in awaited
+        return sinks[node].bit_count() < 2 or gives_weights_only(node)
+
+    return frozenset(name for name, node in backward.operators.items() if is_late(node))
 
 
 class _Numbers:
@@ -90,7 +95,9 @@ class _Numbers:
             if isinstance(node.meta.get("seq_nr"), int)
         ]
         in_order = all(a[0] <= b[0] for a, b in pairwise(found))
-        self._found = found if in_order else []
+        known = dict(found)
+        views = [(n, c) for n, c in _views(forward, chunk_of) if n not in known]
+        self._found = sorted([*found, *views]) if in_order else []
         """Numbers out of order say nothing."""
 
     def chunk(self, node: fx.Node) -> int | None:
@@ -100,6 +107,26 @@ class _Numbers:
             return None
         place = bisect_right(self._found, number, key=lambda each: each[0])
         return self._found[max(0, place - 1)][1]
+
+
+def _views(forward: GraphPart, chunk_of: Mapping[str, int]) -> list[tuple[int, int]]:
+    """(number, chunk) of each view: it is made again by who reads it, so there its gradient is
+    computed too. Of an image that is doubled by `expand`, the chunk that reads the large one adds
+    up the gradient of the small one, which is what is handed over."""
+    first: dict[fx.Node, int] = {}
+    found = []
+    for node in reversed(forward.strand.graph.nodes):
+        readers = [
+            chunk_of[user.name] if user.name in chunk_of else first.get(user)
+            for user in node.users
+        ]  # fmt: skip
+        chunks = [chunk for chunk in readers if chunk is not None]
+        if not chunks or node.name in chunk_of:
+            continue
+        first[node] = min(chunks)
+        if node.target in VIEWS and isinstance(node.meta.get("seq_nr"), int):
+            found.append((node.meta["seq_nr"], first[node]))
+    return found
 
 
 def _sources(part: GraphPart) -> tuple[_Sources, Mapping[fx.Node, list[fx.Node]]]:

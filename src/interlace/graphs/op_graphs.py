@@ -54,6 +54,8 @@ _KINDS = {
     Kind.ACCUMULATE: {"add_"},
 }
 """Names of ATen operators by kind; all others that compute are element-wise."""
+_CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
+"""Operators whose cost depends on more than the shapes of their inputs."""
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 """The same by name."""
 
@@ -166,6 +168,7 @@ def _operator(
             )
         lane = axis_of_group[group]
     target = str(node.target)
+    depends_on = " ".join([*(_shape(value) for value in arguments), *_form(node)])
     return Operator(
         id=node.name,
         kind=kind,
@@ -173,7 +176,7 @@ def _operator(
         lane=lane,
         inputs=tuple(sorted(inputs)),
         reads=tuple(sorted(reads)),
-        key=f"{target} {' '.join(_shape(value) for value in arguments)} {lane}".strip(),
+        key=f"{target} {depends_on} {lane}".strip(),
         bytes_in=sum(_bytes(value) for value in arguments),
         bytes_out=0 if is_in_place(node) else _bytes(node.meta.get("val")),
         flops=_flops(node),
@@ -219,10 +222,25 @@ def _shape(value: Any) -> str:
     return ",".join(texts)
 
 
+def _form(node: fx.Node) -> list[str]:
+    """What the time of a convolution depends on beside its shapes: strides, and which gradients it
+    computes."""
+    if _packet(node) not in _CONVOLUTIONS:
+        return []
+    return [str(each).replace(" ", "") for each in node.args[3:]]
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
 def _flops(node: fx.Node) -> int:
-    """Multiplications and additions of matmuls and attention; 0 for everything else."""
-    packet = getattr(node.target, "overloadpacket", None)
+    """Multiplications and additions of matmuls, convolutions and attention; 0 for everything
+    else."""
+    packet = _packet(node)
     name = str(node.target).split(".")[1]
+    if packet == aten.convolution_backward:
+        return _convolution_backward_flops(node)
     if name == "addmm_" or node.target == ADD_WIDE:
         a, b = (n.meta["val"] for n in node.args[1:3] if isinstance(n, fx.Node))
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
@@ -232,6 +250,17 @@ def _flops(node: fx.Node) -> int:
         return 0
     values = fx.node.map_arg(node.args, lambda n: n.meta["val"])
     return int(flop_registry[packet](*values, **node.kwargs, out_val=node.meta["val"]))
+
+
+def _convolution_backward_flops(node: fx.Node) -> int:
+    """For the input and for the weight, if they are asked for, as many as forward: a product for
+    each weight, image, and place of the output, or of the input if it is transposed. (torch counts
+    those of the weight of a grouped convolution once too often for each group.)"""
+    output, x, weight = (n.meta["val"] for n in node.args[:3] if isinstance(n, fx.Node))
+    is_transposed, asked = node.args[7], node.args[-1]
+    assert isinstance(asked, (list, tuple))
+    images, _, *places = (x if is_transposed else output).shape
+    return 2 * images * prod(places) * weight.numel() * sum(map(bool, asked[:2]))
 
 
 def _attention_flops(node: fx.Node, *, backward: bool) -> int:

@@ -229,14 +229,23 @@ class UpLevel(nn.Module):
             )
             for index in range(config.layers + 1)
         )
-        self.grow = nn.Conv2d(channels, channels, 3, padding=1) if level else None
+        self.grow = Grow(channels, channels, 3, padding=1) if level else None
 
     def forward(self, x_BCHW: Tensor, skips: list[Tensor], time_BT: Tensor) -> Tensor:
         """[B, C in, H, W], as many skips as there are blocks and [B, T] -> [B, C, H, W], or
         [B, C, 2 H, 2 W] where there is a finer level."""
         for block, skip_BCHW in zip(self.blocks, skips, strict=True):
             x_BCHW = block(torch.cat((x_BCHW, skip_BCHW), dim=1), time_BT)
-        return x_BCHW if self.grow is None else self.grow(_doubled(x_BCHW))
+        return x_BCHW if self.grow is None else self.grow(x_BCHW)
+
+
+class Grow(nn.Conv2d):
+    """A convolution of the doubled image. It doubles the image itself, so that a chunk of a
+    pipeline that begins with it is handed the small one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, 2 H, 2 W]."""
+        return super().forward(_doubled(input))
 
 
 class TimeEmbedding(nn.Module):

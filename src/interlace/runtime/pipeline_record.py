@@ -1,9 +1,9 @@
 """What all ranks of a pipeline did in a step, and what the simulator makes of the same times.
 
-The times of passes are those of the recorded step itself, and those of messages of messages that
-are sent for it with nothing else under way. So the prediction says what order and waiting cost,
-and where it differs from the step, something else happened: transfers that slow compute down, or
-a rank that was held up.
+The times of passes, and of what a rank does between them to send and receive, are those of the
+recorded step itself, and those of messages of messages that are sent for it with nothing else under
+way. So the prediction says what order and waiting cost, and where it differs from the step,
+something else happened: messages that slowed each other down, or a rank that was held up once.
 """
 
 import platform
@@ -103,15 +103,21 @@ def _costs(
     handovers: Handovers,
 ) -> PipelineCosts:
     lasted: dict[str, list[int]] = {}
+    behind: dict[str, list[int]] = {}
     for actions, own in zip(ranks, noted, strict=True):
         for action, (_, ready, end) in zip(actions, own, strict=True):
             lasted.setdefault(action.phase, []).append(end - ready)
+        for action, (_, _, end), (turn, _, _) in zip(actions, own, own[1:], strict=False):
+            behind.setdefault(action.phase, []).append(turn - end)
     # A step is a sum of passes, so their mean predicts it; a median leaves out the slow ones.
     ns = {phase: round(fmean(each)) for phase, each in lasted.items()}
+    between = {phase: round(fmean(each)) for phase, each in behind.items()}
     count = len(handovers.rank_of)
     chunks = [_chunk(ns, chunk if count > 1 else None) for chunk in range(count)]
     pairs = {phase: each for phase, each in ns.items() if "+" in phase}
-    return PipelineCosts(chunks=chunks, pairs_ns=pairs, messages_ns=hops, edges=handovers.edges)
+    return PipelineCosts(
+        chunks=chunks, pairs_ns=pairs, messages_ns=hops, between_ns=between, edges=handovers.edges
+    )
 
 
 def _chunk(ns: Mapping[str, int], chunk: int | None) -> ChunkCosts:

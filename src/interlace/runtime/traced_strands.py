@@ -20,6 +20,7 @@ from interlace.graphs.collectives import is_collective
 from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
 from interlace.graphs.dropout import fix_dropout, takes_seeds
 from interlace.graphs.gradient_layouts import check_parameters, lay_out_gradients
+from interlace.graphs.joint_backwards import split_joint_backwards
 from interlace.graphs.op_graphs import export, output_storages
 from interlace.graphs.parts import LOSS, RESULT, SAVED, GraphPart
 from interlace.graphs.recompute import KEEP_ALL, RecomputePolicy, with_recompute
@@ -231,6 +232,7 @@ def build_strands(
     tensors |= module.named_buffers(remove_duplicate=False)
     chunk = fix_dropout(chunk, batch_inputs=len(example), tensors=tensors)
     chunk = with_recompute(chunk, recompute)
+    split_joint_backwards(chunk)
     listing = None
     if decompose is not None:
         chunk, listing = decompose_chunk(chunk, axis_of_group, decompose)

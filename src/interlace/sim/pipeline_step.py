@@ -3,6 +3,7 @@
 An action begins when its rank is free and what it reads has arrived, and takes the time of its
 passes, or of the pair if two strands run side by side. A message leaves when the action that made
 it ends; a link between two ranks carries one message at a time in each direction, beside compute.
+Handing messages over may take time of the rank itself.
 Times are those of whole passes, so this says what the order of actions costs, and
 `sim.simulated_step` what happens inside of one.
 """
@@ -49,6 +50,9 @@ class PipelineCosts:
     """By phase (`forward_0+backward_1`): the time of passes side by side."""
     messages_ns: Mapping[Edge, int] = field(default_factory=dict)
     """By edge: how long its tensors take from rank to rank, and their gradients back."""
+    between_ns: Mapping[str, int] = field(default_factory=dict)
+    """By phase: how long its rank is busy behind it, handing over what was made and asking for what
+    comes; nothing by default."""
     edges: tuple[Edge, ...] | None = None
     """Which chunk reads which; by default each the one before."""
 
@@ -136,7 +140,7 @@ def simulate_pipeline(
         if start > free[rank]:
             spans[rank].append(numbers.span(WAIT, COMPUTE_LANE, free[rank], start))
         spans[rank].append(numbers.span(ACTION, COMPUTE_LANE, start, end))
-        free[rank] = end
+        free[rank] = end + costs.between_ns.get(action.phase, 0)
         for message in wiring.sent(action):
             to = wiring.rank_of[message.to]
             begin = max(end, links.get((rank, to), 0))
