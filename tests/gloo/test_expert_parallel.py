@@ -14,6 +14,7 @@ from processes import gloo_group, run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from interlace.api import compile_step
 from interlace.config import ParallelConfig, Recompute, RunConfig, world_of
 from interlace.errors import InputError
 from interlace.experts.between_ranks import (
@@ -27,6 +28,7 @@ from interlace.experts.rows_by_expert import expert_order
 from interlace.graphs.collectives import exchange_rows, wait
 from interlace.graphs.recompute import RecomputePolicy
 from interlace.ir.plan import PhasePlan
+from interlace.models.experts import Experts
 from interlace.parallel.data import data_layout
 from interlace.parallel.expert import apply_expert_parallel
 from interlace.parallel.meshes import EXPERT_AXIS, Meshes, axis_groups, build_meshes
@@ -236,6 +238,14 @@ def child_refused() -> list[str]:
             with pytest.raises(InputError) as refused:
                 apply_expert_parallel(module, meshes.experts[EXPERT_AXIS])
             said.append(str(refused.value))
+        one_each = build_meshes(ParallelConfig(data_replicate=3, expert=3), "cpu").experts
+        assert one_each is not None
+        dealt = MixtureLoss(1, 8, 8)
+        dealt.blocks[0].experts = Experts(3, 8, 8)
+        apply_expert_parallel(dealt, one_each[EXPERT_AXIS])
+        with pytest.raises(InputError) as refused:
+            compile_step(dealt, lambda module, batch: module(*batch), batches(0)[0])
+        said.append(str(refused.value))
         dist.barrier()  # a rank that leaves takes the store with it
     return said
 
@@ -245,6 +255,7 @@ def test_experts_that_ranks_do_not_divide_are_refused() -> None:
     assert f"the {EXPERTS} experts of blocks.0.experts" in said[0]
     assert "parallel.expert = 3" in said[0]
     assert "Linear has no experts" in said[1]
+    assert "experts of one of 3 ranks, and compile_step" in said[2]
 
 
 def test_groups_of_experts_are_ranks_in_a_row() -> None:

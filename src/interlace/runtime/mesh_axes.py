@@ -12,6 +12,7 @@ from interlace.graphs.collectives import group_of, is_collective
 from interlace.graphs.spread import ranks_of
 from interlace.ir.actions import Share, strand
 from interlace.parallel.data import Axis, DataLayout, replicated_layout
+from interlace.parallel.expert import dealt_parameters
 from interlace.parallel.meshes import PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS
 from interlace.runtime.traced_strands import Strands
 
@@ -39,7 +40,14 @@ def replicas_of(
 
 def replica_group(module: nn.Module, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The ranks of those, this one among them. Raises InputError for a mesh whose ranks are to
-    share weights."""
+    share weights, and for experts that are dealt to ranks."""
+    if dealt := dealt_parameters(module):
+        name, over = next(iter(dealt.items()))
+        raise InputError(
+            f"{name!r} holds the experts of one of {over} ranks, and compile_step sums gradients "
+            "as if all ranks had all experts",
+            hint="train by interlace train (parallel.expert), or leave all experts on every rank",
+        )
     names = (mesh.mesh_dim_names if mesh is not None else None) or ()
     on_axis = {
         name
