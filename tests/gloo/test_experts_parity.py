@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_models import MOE_CASES, POSITIONS, batch, saved, theirs
+from hugging_face_models import MOE_CASES, POSITIONS, VOCABULARY, batch, saved, theirs
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -98,7 +98,7 @@ def test_parity_with_transformers(case: str, balance: str, tmp_path: Path) -> No
     else:
         assert found.auxiliary_loss is None
     expected.backward()
-    loss = NextTokenLoss(model, WEIGHT)(tokens, targets)
+    loss, load, peak, over = NextTokenLoss(model, WEIGHT)(tokens, targets)
     loss.backward()
     assert abs(loss.item() - expected.item()) < BOUND
 
@@ -109,8 +109,11 @@ def test_parity_with_transformers(case: str, balance: str, tmp_path: Path) -> No
         assert gradient is not None
         assert (gradient - wanted[name]).abs().max() < BOUND * largest, name
         assert gradient.abs().max() > 1e-9 * largest or "key.bias" in name, name
-    rows, chosen = tokens.numel(), reference.config.num_experts_per_tok
-    assert found.load.sum(1).tolist() == [rows * chosen] * len(found.load)
+    layers = sum(hasattr(layer.mlp, "experts") for layer in reference.model.layers)
+    assert int(load.sum()) == layers * tokens.numel() * reference.config.num_experts_per_tok
+    assert torch.equal(load, found.load)
+    assert int(load.max()) / layers <= int(peak) <= tokens.numel()
+    assert int(over) == 0
 
 
 def test_long_positions_choose_by_length(tmp_path: Path) -> None:
@@ -231,15 +234,16 @@ def test_ties_and_idle_experts(case: str, tmp_path: Path) -> None:
         logits = reference(tokens).logits
     found = ours(tokens)
     assert (found.logits.transpose(0, 1) - logits).abs().max() < BOUND
-    idle = [row == 0 for row in found.load]
-    assert all(int(each.sum()) == len(each) - reference.config.num_experts_per_tok for each in idle)
-    NextTokenLoss(ours)(tokens, targets).backward()
-    for block, each in zip(ours.blocks, idle, strict=True):
+    idle = found.load == 0
+    assert int(idle.sum()) == len(idle) - reference.config.num_experts_per_tok
+    loss, *_ = NextTokenLoss(ours)(tokens, targets)
+    loss.backward()
+    for block in ours.blocks:
         for parameter in block.ffn.experts.parameters():
             assert parameter.grad is not None
             assert parameter.grad.isfinite().all()
-            assert not parameter.grad[each].any()
-            assert parameter.grad[~each].any()
+            assert not parameter.grad[idle].any()
+            assert parameter.grad[~idle].any()
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "phimoe"])
@@ -250,3 +254,43 @@ def test_both_forms_of_files_are_read(case: str, tmp_path: Path) -> None:
     one, other = our_model(tmp_path / "each"), our_model(tmp_path / "fused")
     found = dict(other.named_parameters())
     assert all(torch.equal(found[name], value) for name, value in one.named_parameters())
+
+
+def test_export_of_a_model_of_ours(tmp_path: Path) -> None:
+    """Fresh models of each family are exported to the class that fits them and compute the same
+    there; what no class has is refused by its key."""
+    from dataclasses import replace
+
+    from transformers import AutoModelForCausalLM
+
+    from interlace.errors import InputError
+    from interlace.models.hugging_face import export
+
+    experts = ExpertsConfig(count=4, ffn_width=24, capacity_factor=2.0)
+    mixtral = ModelConfig(
+        architecture="moe", layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, vocab_size=96,
+        experts=experts,
+    )  # fmt: skip
+    mixer = replace(experts, router="sparse_mixer", jitter=0.3)
+    dense = replace(experts, dense_layers=1, renormalise=False)
+    shapes = {
+        "mixtral": mixtral,
+        "qwen3_moe": replace(mixtral, query_key_norm=True, head_size=16, experts=dense),
+        "phimoe": replace(mixtral, norm="layer", attention_bias=True, experts=mixer),
+    }
+    tokens, _ = batch()
+    for kind, config in shapes.items():
+        model = build(config, VOCABULARY, POSITIONS)
+        export(dict(model.named_parameters()), config, tmp_path / kind, sequence_length=POSITIONS)
+        theirs_ = AutoModelForCausalLM.from_pretrained(tmp_path / kind).eval()
+        assert theirs_.config.model_type == kind
+        found = model(tokens).logits.transpose(0, 1)
+        torch.testing.assert_close(found, theirs_(tokens).logits, rtol=0, atol=1e-5)
+    for wrong, key in (
+        (replace(experts, shared_width=8), "model.experts.shared_width = 8"),
+        (replace(experts, router="sigmoid"), "model.experts.router = 'sigmoid'"),
+        (replace(experts, balance="bias"), "model.experts.balance = 'bias'"),
+    ):
+        config = replace(mixtral, experts=wrong)
+        with pytest.raises(InputError, match=f"mixtral has no {key}"):
+            export({}, config, tmp_path / "new", sequence_length=POSITIONS)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import interlace.parallel.tensor
 from interlace.config import ModelConfig
 from interlace.graphs.trace import StrandGraph, trace_chunk
+from interlace.model_config import ExpertsConfig
 from interlace.models import model_file
 from interlace.models.hugging_face import export, load_config, load_weights
 from interlace.models.hugging_face_files import StoredTensor
@@ -30,15 +31,48 @@ CASES: dict[str, ModelConfig] = {
     "llama": ModelConfig(**SMALL, heads=8, kv_heads=8),
     "llama, 1 key head": ModelConfig(**SMALL, heads=8, kv_heads=1),
     "llama, 2 key heads": ModelConfig(**SMALL, heads=8, kv_heads=2, tied_head=True),
+    "llama, norms of heads": ModelConfig(
+        **SMALL, heads=4, kv_heads=1, head_size=24, query_key_norm=True, attention_bias=True
+    ),
+    "moe": ModelConfig(
+        width=64,
+        ffn_width=96,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        architecture="moe",
+        norm="layer",
+        head_size=24,
+        query_key_norm=True,
+        attention_bias=True,
+        head_bias=True,
+        experts=ExpertsConfig(
+            count=4,
+            ffn_width=32,
+            shared_width=16,
+            dense_layers=1,
+            balance="auxiliary_loss",
+            auxiliary_weight=0.1,
+        ),
+    ),
     "gpt": ModelConfig(**SMALL, heads=8, kv_heads=8, architecture="gpt", tied_head=True),
     "gpt, 1 key head": ModelConfig(**SMALL, heads=8, kv_heads=1, architecture="gpt"),
     "gpt, 2 key heads": ModelConfig(**SMALL, heads=8, kv_heads=2, architecture="gpt"),
 }
 RUNS = {
-    2: ("llama, 1 key head", "gpt"),
-    4: ("llama", "llama, 2 key heads", "gpt, 1 key head", "gpt, 2 key heads"),
+    2: ("llama, 1 key head", "llama, norms of heads", "moe", "gpt"),
+    4: (
+        "llama",
+        "llama, norms of heads",
+        "llama, 2 key heads",
+        "gpt, 1 key head",
+        "gpt, 2 key heads",
+    ),
 }
-TRACED = {2: ("llama, 1 key head", "gpt"), 4: ("llama, 2 key heads", "gpt, 2 key heads")}
+TRACED = {
+    2: ("llama, 1 key head", "llama, norms of heads", "moe", "gpt"),
+    4: ("llama, 2 key heads", "gpt, 2 key heads"),
+}
 
 
 def build(config: ModelConfig) -> nn.Module:
@@ -48,7 +82,7 @@ def build(config: ModelConfig) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.1)
-    return NextTokenLoss(model)
+    return NextTokenLoss(model, config.experts.auxiliary_weight)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -66,7 +100,8 @@ def laid_out(config: ModelConfig, mesh: DeviceMesh) -> nn.Module:
 
 def train_step(module: nn.Module) -> list[float]:
     """Losses of two micro-batches; gradients of their sum, by autograd."""
-    losses = [module(*batch) for batch in batches()]
+    made = [module(*batch) for batch in batches()]
+    losses = [each[0] if isinstance(each, tuple) else each for each in made]
     for loss in losses:
         loss.backward()
     return [loss.item() for loss in losses]

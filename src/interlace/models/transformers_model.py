@@ -16,7 +16,11 @@ CAUSAL = "interlace_causal"
 
 
 class TransformersLoss(nn.Module):
-    """Mean cross-entropy in nats of a `transformers` model over a micro-batch."""
+    """Mean cross-entropy in nats of a `transformers` model over a micro-batch.
+
+    In training, a model with experts whose config.json sets `output_router_logits` adds its
+    auxiliary loss, times its own `router_aux_loss_coef`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -25,10 +29,16 @@ class TransformersLoss(nn.Module):
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """A scalar, equal on all ranks of a tensor-parallel group; logits may be a DTensor that
         is split by vocabulary, under `parallel.tensor.loss_context`."""
-        logits_BSV = self.model(input_ids=tokens_BS, use_cache=False).logits
+        found = self.model(input_ids=tokens_BS, use_cache=False)
+        logits_BSV = found.logits
         wide = torch.promote_types(logits_BSV.dtype, torch.float32)
         loss = F.cross_entropy(logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten())
-        return loss.to_local() if isinstance(loss, DTensor) else loss
+        loss = loss.to_local() if isinstance(loss, DTensor) else loss
+        auxiliary = getattr(found, "aux_loss", None)
+        if self.training and auxiliary is not None:
+            config: Any = self.model.config
+            loss = loss + config.router_aux_loss_coef * auxiliary
+        return loss
 
 
 def build(folder: str, *, vocab_size: int, sequence_length: int) -> nn.Module:
@@ -47,12 +57,15 @@ def build(folder: str, *, vocab_size: int, sequence_length: int) -> nn.Module:
         "dtype": torch.float32,
         "attn_implementation": _attention(config, sequence_length),
     }
+    if _experts(config.to_dict()):
+        # The code of its own loops over the experts that were met, and cannot be traced.
+        options["experts_implementation"] = "grouped_mm"
     try:
         if has_weights(path) and type(torch.empty(0)) is Tensor:  # else tensors are fake
             options |= {"local_files_only": True, "use_safetensors": True}
             model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
-            return _in_own_memory(model.train())
-        return AutoModelForCausalLM.from_config(config, **options).train()
+            return _ready(_in_own_memory(model), config)
+        return _ready(AutoModelForCausalLM.from_config(config, **options), config)
     except (ValueError, OSError) as error:
         raise InputError(
             f"model.config = {folder!r}: {type(config).__name__} makes no causal language model: "
@@ -60,6 +73,15 @@ def build(folder: str, *, vocab_size: int, sequence_length: int) -> nn.Module:
             hint="choose the configuration of a causal language model that this version of "
             "transformers knows",
         ) from error
+
+
+def _ready(model: nn.Module, config: Any) -> nn.Module:
+    """The model in training mode. One that gives the logits of its routers has hung hooks into
+    itself, which it does at the first forward, behind a lock that cannot be traced."""
+    if getattr(config, "output_router_logits", False):
+        with torch.no_grad():
+            model.eval()(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+    return model.train()
 
 
 def _in_own_memory(model: nn.Module) -> nn.Module:
