@@ -35,8 +35,8 @@ CALIBRATION_RATE = "300mbit"
 """Rate of the link in the short run that says how long compute and all-to-all take."""
 _RANKS = 2
 _FULL = MoeSize(
-    layers=2, width=256, ffn_width=768, heads=4, experts=8, words=256, batch=2, length=256,
-    micro_batches=8, repeats=5, recorded=3,
+    layers=2, width=256, ffn_width=768, heads=4, experts=8, words=256, batch=2, length=192,
+    micro_batches=8, repeats=4, recorded=2,
 )  # fmt: skip
 """What the table of the README was measured with."""
 _QUICK = MoeSize(

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -140,6 +141,10 @@ def measure_routing(ways: MoeWays, routing: str) -> dict[str, Any]:
     }
 
 
+def _told(case: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {median(ns) / 1e6:.0f} ms" for name, ns in case["times"].items())
+
+
 def _say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
@@ -213,7 +218,7 @@ def main(job_path: str, result_path: str) -> int:
         cases = {}
         for routing in ROUTINGS:
             cases[routing] = measure_routing(ways, routing)
-            _say(f"{routing} on a link of {rate} done")
+            _say(f"{routing} on a link of {rate}: {_told(cases[routing])}")
         found = {"rate": rate, "cases": cases}
         if dist.get_rank() == 0:
             Path(result_path).write_text(json.dumps(found), encoding="utf-8")
