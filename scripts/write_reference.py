@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from interlace import config
+from interlace import config, model_config
 from interlace.config import RunConfig
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "reference" / "run-file.md"
@@ -34,13 +34,21 @@ NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false
 
 def render() -> str:
     """The whole page."""
-    help_texts = field_help(inspect.getsource(config))
+    help_texts = field_help(inspect.getsource(config)) | field_help(inspect.getsource(model_config))
     sections = [INTRODUCTION, *_table("", RunConfig, help_texts)]
-    for table, type_ in get_type_hints(RunConfig).items():
-        if is_dataclass(type_):
-            sections += [f"\n## [{table}]\n\n{inspect.getdoc(type_)}\n"]
-            sections += _table(f"{table}.", type_, help_texts)
+    for table, type_ in tables(RunConfig):
+        sections += [f"\n## [{table}]\n\n{inspect.getdoc(type_)}\n"]
+        sections += _table(f"{table}.", type_, help_texts)
     return "\n".join(sections)
+
+
+def tables(type_: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Every table of a run file, with those within it behind it: dotted name and dataclass."""
+    found = []
+    for name, kind in get_type_hints(type_).items():
+        if is_dataclass(kind):
+            found += [(prefix + name, kind), *tables(kind, f"{prefix}{name}.")]
+    return found
 
 
 def with_decisions(page: str) -> str:

@@ -29,12 +29,14 @@ search/       a graph and costs in, an issue order out
 sim/          what a plan would do, as a timeline
 schedules/    which passes of which micro-batches a rank runs side by side, one file each
 rules.py      values of a RunConfig that can never work together
+model_rules.py  the same for the model
 run_files.py  names of the files in the folder of a run, and readers of them
 claims.py     who may write into a directory: one run at a time
 hardware/     descriptions of machines and clusters, and times that follow from them
 stage_degrees.py  how many ranks share what in stages that are laid out each in its own way
 text.py       numbers and tables as people read them
 config.py     RunConfig: everything that a run is asked to do
+model_config.py  ModelConfig: the model of a run
 ir/           the shared vocabulary: graphs, plans, costs, timelines as data
 own_code.py   a user's own code by its name, `module:name`
 toml_text.py  TOML files that people write, with errors that name the line

@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from interlace.errors import InputError
+from interlace.model_config import ModelConfig, Own
 
 StrandsChoice = Literal["2", "1", "eager"]
-Own = str
-"""Code of a user's own, as `module:name` (`own_code`)."""
 SearchName = Literal["merge", "list", "segment_pairs"] | Own
-Architecture = Literal["llama", "gpt"]
 Mode = Literal[
     "eager",
     "1",
@@ -32,51 +30,6 @@ Dtype = Literal["float32", "bfloat16"]
 DecomposeVariant = Literal["off", "auto", "ring", "direct", "bidirectional", "slicing"]
 Passes = Literal["auto", "all", "ends"]
 Recompute = Literal["none", "attention", "layer", "budget"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Shape of the model."""
-
-    source: Literal["interlace", "hugging_face"] = "interlace"
-    """`interlace` builds a model of `interlace.models`; `hugging_face` trains the causal language
-    model of a `transformers` configuration as it is."""
-    config: str = ""
-    """Folder with a `config.json`, and weights if there are any. With `source = "interlace"` shape
-    and weights come from there (Llama and GPT-2 checkpoints); empty takes the fields below."""
-    architecture: Architecture | Own = "llama"
-    """Which model of `interlace.models` to build, or a module of your own with the same functions
-    (docs/extending.md)."""
-    layers: int = 4
-    """Number of transformer blocks."""
-    width: int = 512
-    """Size of the residual stream."""
-    heads: int = 8
-    """Query heads."""
-    kv_heads: int = 8
-    """Key and value heads (grouped-query attention when fewer than `heads`)."""
-    ffn_width: int = 1408
-    """Inner size of the feed-forward layer."""
-    vocab_size: int = 0
-    """Rows of the embedding; 0 takes the tokenizer's size, or of token ids the largest one + 1."""
-    tied_head: bool = False
-    """Whether the output head shares the embedding's weight."""
-    rope_theta: float = 10000.0
-    """Base of the rotary position frequencies."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    """How rotary frequencies are stretched for sequences longer than the model was made for."""
-    rope_factor: float = 8.0
-    """By how much frequencies are divided."""
-    rope_low_frequency: float = 1.0
-    """`llama3`: turns over the original length below which a frequency is fully divided."""
-    rope_high_frequency: float = 4.0
-    """`llama3`: turns over the original length above which a frequency is left alone."""
-    rope_original_length: int = 8192
-    """`llama3`: sequence length that the model was made for."""
-    norm_eps: float = 1e-5
-    """Added to the mean square or variance inside norms."""
-    dropout: float = 0.0
-    """Probability of dropping an element after attention and feed-forward (GPT)."""
 
 
 @dataclass(frozen=True, kw_only=True)

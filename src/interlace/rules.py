@@ -16,6 +16,8 @@ from interlace.config import (
     world_of_stage,
 )
 from interlace.errors import InputError
+from interlace.model_config import ExpertsConfig
+from interlace.model_rules import check_model
 from interlace.stage_degrees import stages_of, widest
 
 _POSITIVE = (
@@ -45,12 +47,15 @@ _POSITIVE = (
     "model.rope_theta",
     "model.rope_factor",
     "model.rope_original_length",
+    "model.rope_short_scale",
+    "model.rope_long_scale",
     "model.norm_eps",
     "optimizer.epsilon",
 )
 """Fields that must be above 0."""
 _NOT_NEGATIVE = (
     "model.vocab_size",
+    "model.head_size",
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
     "optimizer.clip_norm",
@@ -148,28 +153,7 @@ def _check_shapes(config: RunConfig) -> None:
     if model.source == "hugging_face":
         _check_hugging_face(config)
         return
-    if model.width % model.heads:
-        raise InputError(
-            f"model.width = {model.width} is not a multiple of model.heads = {model.heads}",
-            hint="set model.width to heads x head size",
-        )
-    if model.architecture == "llama" and (model.width // model.heads) % 2:
-        raise InputError(
-            f"the head size {model.width // model.heads} is odd; rotary positions need pairs",
-            hint="set model.width to an even multiple of model.heads",
-        )
-    if model.heads % model.kv_heads:
-        raise InputError(
-            f"model.heads = {model.heads} is not a multiple of model.kv_heads = {model.kv_heads}",
-            hint="set model.kv_heads to a divisor of model.heads",
-        )
-    low, high = model.rope_low_frequency, model.rope_high_frequency
-    if model.rope_scaling == "llama3" and not 0 < low < high:
-        raise InputError(
-            f"model.rope_low_frequency = {low} must be positive and below "
-            f"model.rope_high_frequency = {high}",
-            hint="Llama 3.1 has 1 and 4",
-        )
+    check_model(config)
     _check_tensor(config)
     _check_context(config)
 
@@ -180,6 +164,12 @@ def _check_hugging_face(config: RunConfig) -> None:
         raise InputError(
             "model.source = 'hugging_face' needs a model",
             hint="set model.config to a folder with a config.json",
+        )
+    if config.model.experts != ExpertsConfig():
+        raise InputError(
+            "[model.experts] and model.source = 'hugging_face' are both given, and that model has "
+            "the experts that its config.json says",
+            hint="leave [model.experts] out",
         )
     if config.parallel.context > 1:
         raise InputError(
@@ -247,12 +237,39 @@ def _check_layout(config: RunConfig) -> None:
             f"{parallel.zero} keeps them whole",
             hint="set parallel.zero to 3, or parallel.reduce to step",
         )
-    _check_expert(parallel)
+    _check_experts(config)
     if config.train.recompute == "budget" and not config.train.recompute_mib:
         raise InputError(
             "train.recompute = 'budget' needs a budget",
             hint="set train.recompute_mib to what one micro-batch may keep for its backward",
         )
+
+
+def _check_experts(config: RunConfig) -> None:
+    """What expert parallelism does not go with."""
+    model, parallel = config.model, config.parallel
+    if parallel.expert == 1:
+        return
+    given = f"parallel.expert = {parallel.expert}"
+    if model.source == "hugging_face":
+        raise InputError(
+            f'{given} and model.source = "hugging_face": experts of models of transformers are not '
+            "dealt to ranks",
+            hint='set parallel.expert to 1, or model.source to "interlace": Mixtral, Qwen3-MoE and '
+            "Phi-3.5-MoE checkpoints are read",
+        )
+    if parallel.pipeline > 1:
+        raise InputError(
+            f"{given} and parallel.pipeline = {parallel.pipeline}: experts are not dealt to the "
+            "ranks of a stage",
+            hint="set one of them to 1",
+        )
+    if model.experts.count and model.experts.count % parallel.expert:
+        raise InputError(
+            f"model.experts.count = {model.experts.count} experts cannot be dealt to {given} ranks",
+            hint="set parallel.expert to a divisor of the number of experts",
+        )
+    _check_expert(parallel)
 
 
 def _check_expert(parallel: ParallelConfig) -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from interlace.__main__ import main
-from interlace.bench.moe import EAGER, FIXED, ONE, ROUTINGS, TWO, rate_for, rows_of
 from interlace.bench.moe_model import MoeSize, imbalance, micro_batches
 from interlace.bench.moe_order import EXCHANGE, fixed_plan
+from interlace.bench.moe_strands import EAGER, FIXED, ONE, ROUTINGS, TWO, rate_for, rows_of
 from interlace.errors import InputError
 from interlace.ir.graph import Kind, Operator, OpGraph
 from interlace.lab import hosts
@@ -133,7 +133,7 @@ def test_the_rate_makes_both_equally_long() -> None:
 def test_all_ways_run_and_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks compare gradients before they time anything; times are not looked at here."""
     path = tmp_path / "moe.json"
-    assert main(["bench", "moe", "--quick", "--json", str(path)]) == 0
+    assert main(["bench", "moe_strands", "--quick", "--json", str(path)]) == 0
     assert "speedup_vs_fixed_order" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]
     found = {(row["case"], row["metric"]) for row in rows}

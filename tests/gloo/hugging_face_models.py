@@ -50,7 +50,48 @@ GPT2_CASES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt2, untied": {"tie_word_embeddings": False, "n_inner": 96},
 }
-CASES = [*LLAMA_CASES, *GPT2_CASES]
+MOE = {**LLAMA, "intermediate_size": 48, "num_experts_per_tok": 2}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.05, 1.1, 1.2],
+    "long_factor": [1.1, 2.0, 4.0, 8.0],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": POSITIONS,
+}
+PHI = {
+    "num_local_experts": 16,
+    "router_jitter_noise": 0.3,  # with 0.01, gates of a tiny model are 1
+    "attention_bias": True,
+    "lm_head_bias": True,
+    "rope_parameters": LONG,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+QWEN = {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 24}
+MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 8}),
+    "mixtral, tied, linear": (
+        "Mixtral",
+        {
+            "num_local_experts": 4,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**QWEN, "norm_topk_prob": True, "num_experts_per_tok": 4}),
+    "qwen3_moe, dense layers": (
+        "Qwen3Moe",
+        {**QWEN, "mlp_only_layers": [0], "attention_bias": True},
+    ),
+    "phimoe": ("Phimoe", PHI),
+    "phimoe, plain": (
+        "Phimoe",
+        {"num_local_experts": 4, "rope_parameters": PLAIN, "router_jitter_noise": 0.5},
+    ),
+}
+"""Class and settings of models with experts."""
+CASES = [*LLAMA_CASES, *GPT2_CASES, *MOE_CASES]
 
 
 def theirs(case: str) -> Any:
@@ -60,6 +101,10 @@ def theirs(case: str) -> Any:
     torch.manual_seed(3)
     if case in LLAMA_CASES:
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**LLAMA, **LLAMA_CASES[case]}))
+    elif case in MOE_CASES:
+        kind, settings = MOE_CASES[case]
+        config = getattr(hf, f"{kind}Config")(**{**MOE, **settings})
+        model = getattr(hf, f"{kind}ForCausalLM")(config)
     else:
         model = hf.GPT2LMHeadModel(hf.GPT2Config(**{**GPT2, **GPT2_CASES[case]}))
     with torch.no_grad():

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from interlace.cli.run_file import load_run_config
 from interlace.config import ModelConfig
 from interlace.errors import InputError, RunError
 from interlace.hardware.devices import peak_flops
+from interlace.model_config import ExpertsConfig
 from interlace.run_files import read_metrics
 from interlace.text import bits_per_byte, in_bits
 from interlace.train.metrics import MetricsWriter, model_flops_per_token, step_line
@@ -196,6 +198,25 @@ def test_model_flops_of_published_models(
     matmul_parameters = all_parameters - vocab_size * 4096 - 65 * 4096
     expected = 6 * matmul_parameters + 12 * 32 * 4096 * 2048
     assert model_flops_per_token(model, vocab_size, 2048) == expected
+
+
+def test_model_flops_of_experts() -> None:
+    """A token costs what it meets: its experts, their router, the shared feed-forward, and in the
+    first layers a dense one; of Mixtral 8x7B that is 12.9 billion parameters."""
+    mixtral = load_run_config("mixtral-8x7b").model
+    flops = model_flops_per_token(mixtral, 32000, 2048)
+    assert flops is not None
+    matmul_parameters = (flops - 12 * 32 * 4096 * 2048) // 6
+    assert matmul_parameters + 32000 * 4096 == pytest.approx(12.9e9, rel=0.005)
+    experts = ExpertsConfig(count=8, chosen=2, ffn_width=10, shared_width=12, dense_layers=1)
+    small = ModelConfig(
+        architecture="moe", layers=3, width=8, heads=2, kv_heads=1, head_size=6, ffn_width=32,
+        experts=experts,
+    )  # fmt: skip
+    attention = 3 * (2 * 8 * 12 + 2 * 8 * 6)
+    feed_forward = 3 * 8 * 32 + 2 * (3 * 8 * (2 * 10 + 12) + 8 * 8)
+    expected = 6 * (attention + feed_forward + 8 * 100) + 12 * 3 * 12 * 16
+    assert model_flops_per_token(small, 100, 16) == expected
 
 
 def test_model_flops_of_a_gpt() -> None:

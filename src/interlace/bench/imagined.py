@@ -68,12 +68,13 @@ class FreeTransfers:
         self.runner = runner
         self.world = world
         self.losses: list[Tensor] = []
+        self.results: Sequence[tuple[Tensor, ...]] = ()
 
     def __call__(self, batches: Sequence[Batch]) -> Tensor:
         """As the runner's."""
         with self.world.free_transfers():
             loss = self.runner(batches)
-        self.losses = self.runner.losses
+        self.losses, self.results = self.runner.losses, self.runner.results
         return loss
 
     def record(self, batches: Sequence[Batch], label: str) -> Timeline | None:

@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.bench.moe import (
+from interlace.bench.moe_model import MoeLlama, MoeSize, imbalance, micro_batches, set_weights
+from interlace.bench.moe_order import fixed_plan
+from interlace.bench.moe_rivals import EagerExperts, deal_experts, eager_step
+from interlace.bench.moe_strands import (
     CALIBRATION_RATE,
     EAGER,
     FIXED,
@@ -26,9 +29,6 @@ from interlace.bench.moe import (
     WAYS,
     rate_for,
 )
-from interlace.bench.moe_model import MoeLlama, MoeSize, imbalance, micro_batches, set_weights
-from interlace.bench.moe_order import fixed_plan
-from interlace.bench.moe_rivals import EagerExperts, deal_experts, eager_step
 from interlace.bench.pipeline_world import LIMIT, Batch, Way, check_same, take_turns
 from interlace.config import ParallelConfig
 from interlace.errors import RunError

@@ -15,8 +15,14 @@ from interlace.run_files import METRICS, RUN, read_metrics
 _FREE = ("output", "checkpoint", "hardware", "watchdog", "link", "plan", "compare")
 _FREE_FIELDS = ("model.config", "data.path", "train.threads", "train.evaluate_every")
 """Single fields that may differ in the same way."""
-# The only fields of the model that may differ: rows are compared by shape, dropout is told.
-_TOLD = ("model.vocab_size", "model.dropout")
+# The only fields of the model that may differ: rows are compared by shape, the others are told.
+_TOLD = (
+    "model.vocab_size",
+    "model.dropout",
+    "model.experts.auxiliary_weight",
+    "model.experts.bias_speed",
+    "model.experts.capacity_factor",
+)
 
 
 def checkpoint_directory(config: RunConfig) -> Path:
@@ -135,13 +141,20 @@ def _differences(config: RunConfig, manifest: Manifest) -> list[tuple[str, Any, 
     """(field, saved value, present value) of each field that may matter."""
     found = []
     for table, values in config.as_dict().items():
-        saved = manifest.config.get(table)
-        if table in _FREE or not isinstance(saved, dict) or not isinstance(values, dict):
-            continue
-        plain = {key: list(new) if isinstance(new, tuple) else new for key, new in values.items()}
-        found += [
-            (f"{table}.{key}", saved[key], new)
-            for key, new in plain.items()
-            if key in saved and saved[key] != new and f"{table}.{key}" not in _FREE_FIELDS
-        ]
+        if table not in _FREE and isinstance(values, dict):
+            found += _in_table(table, values, manifest.config.get(table))
+    return [each for each in found if each[0] not in _FREE_FIELDS]
+
+
+def _in_table(table: str, values: dict[str, Any], saved: Any) -> list[tuple[str, Any, Any]]:
+    """The fields of a table, and of those within it, that differ from saved ones."""
+    if not isinstance(saved, dict):
+        return []
+    found = []
+    for key, value in values.items():
+        name, new = f"{table}.{key}", list(value) if isinstance(value, tuple) else value
+        if isinstance(new, dict):
+            found += _in_table(name, new, saved.get(key))
+        elif key in saved and saved[key] != new:
+            found.append((name, saved[key], new))
     return found

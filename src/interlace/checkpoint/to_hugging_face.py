@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from interlace.checkpoint.folders import (
 )
 from interlace.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest
 from interlace.checkpoint.tensor_files import CheckpointReader, check_headers, whole_tensor
-from interlace.config import ModelConfig
 from interlace.errors import InputError
+from interlace.model_config import ExpertsConfig, ModelConfig
 from interlace.models import model_file
 
 _MODEL = f"{WEIGHTS}model."
@@ -168,15 +168,26 @@ class Weights(Mapping[str, Tensor]):
 
 def _model_config(folder: Path, manifest: Manifest) -> ModelConfig:
     saved = manifest.config.get("model")
-    known = {field.name for field in fields(ModelConfig)}
     vocabulary = manifest.state.get("vocabulary")
-    if not isinstance(saved, dict) or not saved.keys() <= known or not isinstance(vocabulary, int):
+    experts = saved.get("experts", {}) if isinstance(saved, dict) else None
+    known = _known(saved, ModelConfig) and _known(experts, ExpertsConfig)
+    if not known or not isinstance(vocabulary, int):
         raise InputError(
             f"{folder} does not describe its model as this version of interlace does",
             hint="export with the version of interlace that wrote it: "
             f"{manifest.state.get('versions')}",
         )
-    return replace(ModelConfig(**saved), vocab_size=vocabulary)
+    # JSON has lists only, and a configuration has tuples.
+    plain: dict[str, Any] = {
+        key: tuple(each) if isinstance(each, list) else each for key, each in saved.items()
+    }
+    plain["experts"] = ExpertsConfig(**experts)
+    return replace(ModelConfig(**plain), vocab_size=vocabulary)
+
+
+def _known(values: Any, type_: type) -> TypeGuard[dict[str, Any]]:
+    """Whether these are fields of that dataclass, some or all."""
+    return isinstance(values, dict) and values.keys() <= {field.name for field in fields(type_)}
 
 
 def _named_in_run(path: Path) -> list[Path]:

@@ -143,15 +143,19 @@ def _known(key: str, prefix: str, types: Mapping[str, Any]) -> str:
     """The nearest valid name; a key written in the wrong table is sent to the right one."""
     if what := _NOT_BUILT.get(prefix + key):
         return f"{what} is not built yet: leave {prefix + key} out"
-    tables = get_type_hints(RunConfig)
-    homes = [
-        f"{table}.{key}"
-        for table, kind in tables.items()
-        if is_dataclass(kind) and key in get_type_hints(kind)
-    ]
+    homes = [f"{table}.{key}" for table, kind in _tables(RunConfig) if key in get_type_hints(kind)]
     if homes:
         return "did you mean " + " or ".join(homes) + "?"
     return nearest(prefix + key, [prefix + name for name in types])
+
+
+def _tables(type_: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Every table of a run file, those within others too: its dotted name and its dataclass."""
+    found = []
+    for name, kind in get_type_hints(type_).items():
+        if is_dataclass(kind):
+            found += [(prefix + name, kind), *_tables(kind, f"{prefix}{name}.")]
+    return found
 
 
 def _convert(value: Any, type_: Any) -> Any:
@@ -188,7 +192,8 @@ def _parse_text(text: str, type_: Any) -> Any:
     if type_ is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     if get_origin(type_) is tuple:
-        return [each.strip() for each in text.split(",")]
+        parts = text.split(",") if text else []
+        return [_parse_text(each.strip(), get_args(type_)[0]) for each in parts]
     if type_ in (int, float):
         with contextlib.suppress(ValueError):
             return type_(text)

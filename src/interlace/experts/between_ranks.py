@@ -52,14 +52,12 @@ def expert_exchange(
     it is one all-to-all and a copy that sorts."""
     sent, received = (each.view(ranks, -1) for each in counts)
     by_rank = sent.sum(1).tolist(), received.sum(1).tolist()
-    pieces = received.flatten().tolist()
-    own = received.shape[1]
-    by_expert = [rank * own + e for e in range(own) for rank in range(ranks)]
+    pieces, order = received.flatten().tolist(), by_expert(received.shape[1], ranks)
     if forth:
         arrived = _all_to_all(rows[: sum(by_rank[0])], by_rank[1], by_rank[0], group_name)
-        return _sorted(arrived, pieces, by_expert)
-    where = [e * ranks + rank for rank in range(ranks) for e in range(own)]
-    leaving = _sorted(rows, [pieces[i] for i in by_expert], where)
+        return in_order(arrived, pieces, order)
+    back_again = [order.index(i) for i in range(len(order))]
+    leaving = in_order(rows, [pieces[i] for i in order], back_again)
     back = _all_to_all(leaving, by_rank[0], by_rank[1], group_name)
     return back if len(back) == rows_out else padded(back, rows_out)
 
@@ -83,7 +81,14 @@ def padded(rows: Tensor, count: int) -> Tensor:
     return out
 
 
-def _sorted(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
+def by_expert(experts: int, ranks: int) -> list[int]:
+    """Pieces numbered rank by rank, `experts` of each rank, in the order in which they lie on the
+    side of the experts: expert by expert."""
+    return [rank * experts + expert for expert in range(experts) for rank in range(ranks)]
+
+
+def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
+    """A copy of rows that are pieces of these sizes, with the pieces in another order."""
     pieces = rows.split(list(sizes))
     return torch.cat([pieces[i] for i in order])
 

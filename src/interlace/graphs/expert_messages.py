@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.experts.between_ranks import by_expert
 from interlace.graphs.gloo_messages import Messages
 from interlace.graphs.torch_private import process_group
 
@@ -24,8 +25,8 @@ def start_rows(
     group = process_group(group_name)
     sent, received = (each.tolist() for each in counts)
     own = len(sent) // ranks
-    by_expert = [rank * own + expert for expert in range(own) for rank in range(ranks)]
-    tokens, experts = _places(sent, range(len(sent))), _places(received, by_expert)
+    tokens = _places(sent, range(len(sent)))
+    experts = _places(received, by_expert(own, ranks))
     rows = rows.contiguous()
     out = rows.new_empty(sum(received) if forth else rows_out, rows.shape[1])
     if not forth:

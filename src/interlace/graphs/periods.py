@@ -45,6 +45,7 @@ class Marks:
         nodes = list(joint.graph.nodes)
         (self.loss, *self.gradients) = nodes[-1].args[0]
         self.layouts = [gradient.placements for gradient in joint.gradients]
+        self.results = joint.results
         self.inputs: list[fx.Node] = [node for node in nodes if node.op == "placeholder"]
         self.body: list[fx.Node] = [n for n in nodes if n.op not in ("placeholder", "output")]
         self._index = {node: i for i, node in enumerate(self.body)}
@@ -132,6 +133,8 @@ def check_periods(marks: Marks) -> None:
         _check_reads(marks, items, marks.place[node], node.all_input_nodes, node.name)
     for place, node, _ in results:
         _check_reads(marks, items, place, [node], f"the gradient {node.name}")
+    for node in marks.results:
+        _check_reads(marks, items, Place("", 0, node), [node], f"the result {node.name}")
 
 
 def _check_alike(items: Mapping[Place, tuple[Any, str]]) -> None:

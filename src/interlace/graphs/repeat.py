@@ -105,7 +105,8 @@ class _Writer:
             name = self._renamed(gradient.parameter, place, group)
             gradients.append(replace(gradient, parameter=name))
         self.graph.output(tuple(outputs))
-        return Joint(self.graph, self.joint.root, tuple(gradients))
+        beside = [self.made[self._read(n, Place("", 0, None), 0)] for n in self.joint.results]
+        return Joint(self.graph, self.joint.root, tuple(gradients), results=tuple(beside))
 
     def _repeated(
         self, items: Iterable[T], place_of: Callable[[T], Place]

@@ -159,9 +159,10 @@ def capture(module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: boo
     ]
     (loss, *others), (_, *descriptors) = zip(*pairs[len(writes) :], strict=True)
     layouts = _gradient_layouts(joint)
+    ahead = sum(isinstance(desc, PlainAOTOutput) for desc in descriptors)
     found = [
         (node, GradientOf(parameter, layouts.get(index)))
-        for index, (node, desc) in enumerate(zip(others, descriptors, strict=True))
+        for index, (node, desc) in enumerate(zip(others, descriptors, strict=True), -ahead)
         if (parameter := _parameter_of(desc)) and node is not None
     ]
     output.args = ((loss, *(node for node, _ in found)),)
@@ -255,7 +256,8 @@ _INPUT = "input_of"
 
 
 def _gradient_layouts(joint: Any) -> dict[int, tuple[Placement, ...]]:
-    """By the gradient's place among the outputs after the loss, for gradients of DTensors."""
+    """By the gradient's place among the outputs after those of the forward, for gradients of
+    DTensors."""
     subclass_meta = joint._aot_graph_capture.maybe_subclass_meta  # None without DTensors
     metas = getattr(subclass_meta, "grad_input_metas", None) or ()
     return {

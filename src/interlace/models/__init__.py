@@ -7,16 +7,21 @@ role of each of its sub-modules under tensor + sequence parallelism (roles:
 dimension 0; its parameters stay whole).
 A module of a user's own that defines the same is a model file too (`model_file`).
 A model maps tokens [batch, sequence] to logits [sequence, batch, vocabulary]: the residual stream
-is sequence-first, so that a sequence-parallel gather is one contiguous copy.
+is sequence-first, so that a sequence-parallel gather is one contiguous copy. A mixture of experts
+gives the load of its experts too (`moe.RoutedLogits`).
 
 llama.py                Llama
 gpt.py                  GPT-2 and GPT-3
+moe.py                  mixtures of experts: Mixtral, Qwen3-MoE, Phi-3.5-MoE, like DeepSeek-V3
+routers.py              which experts each token goes to, and what balances them
 u_transformer.py        a denoising U-Net with attention, for `compile_step`; no model file
 experts.py              experts of a mixture-of-experts layer; expert parallelism shares them
 attention.py            attention between projected heads; context parallelism replaces it
 transformers_model.py   a model of `transformers`, as it is
 hugging_face.py         Hugging Face checkpoints of our models, read and written
 hugging_face_config.py  config.json and the ModelConfig that it means
+hugging_face_moe.py     the same for mixtures of experts
+hugging_face_reader.py  typed values of a config.json
 hugging_face_files.py   the tensors of a checkpoint folder
 hugging_face_names.py   which tensor each parameter of our models is
 hugging_face_export.py  our weights as a checkpoint
@@ -27,8 +32,8 @@ from typing import Protocol, cast, get_args
 
 from torch import nn
 
-from interlace.config import Architecture, ModelConfig
 from interlace.errors import InputError, nearest
+from interlace.model_config import Architecture, ModelConfig
 from interlace.own_code import is_own, load
 
 

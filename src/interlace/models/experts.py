@@ -13,7 +13,7 @@ from interlace.experts.grouped import grouped_matmul
 from interlace.experts.rows_by_expert import expert_order, rows_of_tokens, tokens_of_rows
 
 
-class Exchange(nn.Module):
+class RowExchange(nn.Module):
     """How rows come to the ranks of their experts. As it is, for experts of which a rank has all:
     rows stay."""
 
@@ -47,7 +47,7 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(count, ffn_width, width))
         self.up = nn.Parameter(torch.empty(count, ffn_width, width))
         self.down = nn.Parameter(torch.empty(count, width, ffn_width))
-        self.exchange = Exchange()
+        self.exchange = RowExchange()
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02)
 

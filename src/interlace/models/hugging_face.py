@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of Llama and GPT-2: safetensors, in one file or several, no pickle.
+"""Hugging Face checkpoints of our models: safetensors, in one file or several, no pickle.
 
 `load_config` and `load_weights` read one, `export` writes one.
 """
@@ -19,6 +19,9 @@ from interlace.models.hugging_face_names import Family, StoredPart, pieces
 
 __all__ = ["export", "load_config", "load_weights"]
 
+_FUSED = ".experts.gate_up_proj"
+"""How the name of a tensor ends that holds two weights of all experts of a layer."""
+
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path) -> None:
@@ -30,20 +33,23 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     """
     family = family_of(folder)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    wanted = pieces(family, parameters)
     with ExitStack() as stack:
         stored = open_tensors(Path(folder), family.prefix, stack)
+        fused = any(name.endswith(_FUSED) for name in stored)
+        wanted = pieces(family, parameters, fused=fused)
         tied = _tied_head(parameters)
         if tied and wanted["head.weight"].tensor not in stored:
             del parameters["head.weight"]
-        _check_names(folder, family, stored, {wanted[name].tensor for name in parameters})
+        tensors = {name: wanted[name].tensors(len(each)) for name, each in parameters.items()}
+        _check_names(folder, family, stored, {each for names in tensors.values() for each in names})
         for name, parameter in parameters.items():
-            _check_shape(folder, name, parameter, wanted[name], stored[wanted[name].tensor])
+            for each in tensors[name]:
+                _check_shape(folder, name, parameter, wanted[name], each, stored[each])
         if tied and "head.weight" in parameters:
             _check_tied(folder, parameters, wanted, stored)
         for name, parameter in parameters.items():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(_read(parameter, wanted[name], stored[wanted[name].tensor]))
+            local.copy_(_read(parameter, wanted[name], stored))
 
 
 def _tied_head(parameters: Mapping[str, nn.Parameter]) -> bool:
@@ -65,9 +71,16 @@ def _check_names(
 
 
 def _check_shape(
-    folder: str | Path, name: str, parameter: Tensor, piece: StoredPart, stored: StoredTensor
+    folder: str | Path,
+    name: str,
+    parameter: Tensor,
+    piece: StoredPart,
+    tensor: str,
+    stored: StoredTensor,
 ) -> None:
-    shape = (parameter.shape[0] * piece.parts, *parameter.shape[1:])
+    each = list(parameter.shape[1:] if "#" in piece.tensor else parameter.shape)
+    each[piece.dim] *= piece.parts
+    shape = tuple(each)
     found = stored.shape[::-1] if piece.transposed else stored.shape
     if found == shape:
         return
@@ -75,12 +88,11 @@ def _check_shape(
         if found[0] > shape[0]:
             return
         raise InputError(
-            f"{folder}: {piece.tensor} has {found[0]} positions, fewer than the {shape[0]} of a "
-            "sequence",
+            f"{folder}: {tensor} has {found[0]} positions, fewer than the {shape[0]} of a sequence",
             hint=f"set data.sequence_length to {found[0]} or less",
         )
     raise InputError(
-        f"{folder}: {piece.tensor} has shape {list(stored.shape)}, and {name} needs "
+        f"{folder}: {tensor} has shape {list(stored.shape)}, and {name} needs "
         f"{list(shape[::-1] if piece.transposed else shape)}",
         hint="config.json and the weights must be of the same model",
     )
@@ -94,7 +106,7 @@ def _check_tied(
 ) -> None:
     """A checkpoint with a tied head may hold it as well, if it is the same."""
     parts = [
-        _read(parameters[name], wanted[name], stored[wanted[name].tensor])
+        _read(parameters[name], wanted[name], stored)
         for name in ("embedding.weight", "head.weight")
     ]
     if not torch.equal(*parts):
@@ -104,12 +116,16 @@ def _check_tied(
         )
 
 
-def _read(parameter: Tensor, piece: StoredPart, stored: StoredTensor) -> Tensor:
-    """This rank's part of a stored tensor, in our order of dimensions."""
-    rows, *rest = _region(parameter)
-    first = piece.part * parameter.shape[0]
-    region = (slice(first + rows.start, first + rows.stop), *rest)
-    return stored.read(region[::-1]).t() if piece.transposed else stored.read(region)
+def _read(parameter: Tensor, piece: StoredPart, stored: Mapping[str, StoredTensor]) -> Tensor:
+    """This rank's part of a parameter, in our order of dimensions."""
+    region = list(_region(parameter))
+    if "#" in piece.tensor:
+        rows = piece.tensors(parameter.shape[0])[region[0]]
+        return torch.stack([stored[each].read(tuple(region[1:])) for each in rows])
+    first, part = piece.part * parameter.shape[piece.dim], region[piece.dim]
+    region[piece.dim] = slice(first + part.start, first + part.stop)
+    tensor = stored[piece.tensor]
+    return tensor.read(tuple(region[::-1])).t() if piece.transposed else tensor.read(tuple(region))
 
 
 def _region(parameter: Tensor) -> Region:

@@ -5,18 +5,19 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from interlace.config import ModelConfig
 from interlace.errors import InputError
+from interlace.model_config import ModelConfig
 from interlace.models import model_file
-from interlace.models.hugging_face_config import config_json
+from interlace.models.hugging_face_config import config_json, family_for
 from interlace.models.hugging_face_files import INDEX, SINGLE
-from interlace.models.hugging_face_names import StoredPart, family_for, pieces
+from interlace.models.hugging_face_names import pieces
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of one file of a checkpoint: the default of `save_pretrained` in `transformers` 4 (5
@@ -46,6 +47,7 @@ def export(
             f"model.heads = {config.heads}",
             hint="only models with kv_heads = heads can be exported",
         )
+    family_for(config)
     folder, writes = Path(folder), not dist.is_initialized() or dist.get_rank() == 0
     if writes and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists", hint="give a new folder")
@@ -65,8 +67,22 @@ def export(
         part.replace(folder)
 
 
-_Group = list[tuple[str, StoredPart, torch.Size]]
-"""Our name, where it lies, its whole shape: the parameters that make up one stored tensor."""
+class _Part(NamedTuple):
+    """A parameter of ours, or one slice of it along the first dimension, in a stored tensor."""
+
+    name: str
+    transposed: bool
+    whole: torch.Size
+    """Shape of the parameter."""
+    row: int | None
+    """Which slice."""
+
+    def numel(self) -> int:
+        return self.whole.numel() if self.row is None else self.whole[1:].numel()
+
+
+_Group = list[_Part]
+"""The parts that make up one stored tensor, put behind each other along the first dimension."""
 
 
 def _groups(
@@ -81,15 +97,17 @@ def _groups(
             f"the weights are not of this model: {odd[0]} is only in one of them",
             hint="export with the configuration of the run that made them",
         )
-    family = family_for(config.architecture)
     groups: dict[str, _Group] = {}
-    for name, piece in pieces(family, shapes).items():
-        groups.setdefault(piece.tensor, []).append((name, piece, shapes[name]))
+    for name, piece in pieces(family_for(config), shapes).items():
+        for row, tensor in enumerate(piece.tensors(shapes[name][0])):
+            number = row if "#" in piece.tensor else None
+            part = _Part(name, piece.transposed, shapes[name], number)
+            groups.setdefault(tensor, []).append(part)
     return groups
 
 
 def _bytes(group: _Group, itemsize: int) -> int:
-    return sum(shape.numel() for _, _, shape in group) * itemsize
+    return sum(part.numel() for part in group) * itemsize
 
 
 def _split(groups: Mapping[str, _Group], itemsize: int, limit: int) -> dict[str, list[str]]:
@@ -120,25 +138,46 @@ def _write_file(
 ) -> None:
     from safetensors.torch import save_file  # noqa: PLC0415 - an extra
 
+    wholes = _Wholes(state, dtype, keeps=writes)
     tensors = {}
     for key, group in groups.items():
-        wholes = []
-        for name, _, shape in group:
-            tensor = state[name]
-            if tensor.shape != shape:
-                raise InputError(
-                    f"{name} has shape {list(tensor.shape)}, and this model needs {list(shape)}",
-                    hint="export with the configuration of the run that made it",
-                )
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if writes:
-                wholes.append(whole.detach().to("cpu", dtype))
+        parts = [wholes.part(part) for part in group]
         if writes:
-            joined = torch.cat(wholes)
-            tensors[key] = (joined.t() if group[0][1].transposed else joined).contiguous()
+            joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+            tensors[key] = (joined.t() if group[0].transposed else joined).contiguous()
     if writes:
         save_file(tensors, path, metadata={"format": "pt"})
         _sync(path)
+
+
+class _Wholes:
+    """Whole parameters, each looked up once for parts that follow each other."""
+
+    def __init__(self, state: Mapping[str, Tensor], dtype: torch.dtype, *, keeps: bool) -> None:
+        self.state, self.dtype, self.keeps = state, dtype, keeps
+        self.held: tuple[str, Tensor] | None = None
+
+    def part(self, part: _Part) -> Tensor:
+        """A copy on the CPU on the rank that keeps it, else something empty. Collective."""
+        if self.held is None or self.held[0] != part.name:
+            self.held = None  # let go of one before the next is made
+            self.held = part.name, self._whole(part)
+        whole = self.held[1]
+        if not self.keeps:
+            return whole
+        each = whole if part.row is None else whole[part.row]
+        return each.to("cpu", self.dtype, copy=part.row is not None)
+
+    def _whole(self, part: _Part) -> Tensor:
+        tensor = self.state[part.name]
+        if tensor.shape != part.whole:
+            raise InputError(
+                f"{part.name} has shape {list(tensor.shape)}, and this model needs "
+                f"{list(part.whole)}",
+                hint="export with the configuration of the run that made it",
+            )
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole.detach() if self.keeps else torch.empty(0)
 
 
 def _write_index(

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import InputError
 from interlace.experts.between_ranks import host_counts, received_counts, to_experts, to_tokens
-from interlace.models.experts import Exchange, Experts
+from interlace.models.experts import Experts, RowExchange
 
 
-class BetweenRanks(Exchange):
+class BetweenRanks(RowExchange):
     """Rows go to the rank of their expert, and back."""
 
     def __init__(self, mesh: DeviceMesh, counts: dist.ProcessGroup | None = None) -> None:
@@ -25,15 +25,15 @@ class BetweenRanks(Exchange):
         self.counts_group = self.group if counts is None else str(counts.group_name)
 
     def counts(self, sent_E: Tensor) -> Tensor:
-        """As in `Exchange`; ranks tell each other first."""
+        """As in `RowExchange`; ranks tell each other first."""
         return host_counts(sent_E, received_counts(sent_E, self.ranks, self.counts_group))
 
     def to_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """As in `Exchange`, of all ranks."""
+        """As in `RowExchange`, of all ranks."""
         return to_experts(rows, counts, self.ranks, self.group)
 
     def to_tokens(self, rows: Tensor, counts: Tensor, token_rows: int) -> Tensor:
-        """As in `Exchange`, to the ranks that they came from."""
+        """As in `RowExchange`, to the ranks that they came from."""
         return to_tokens(rows, counts, self.ranks, token_rows, self.group)
 
 

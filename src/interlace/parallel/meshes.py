@@ -101,7 +101,8 @@ class Meshes:
         if self.context.size() > 1:
             found[str(self.context.get_group().group_name)] = CONTEXT_AXIS
         if self.experts is not None:
-            for axis, lane in _EXPERT_LANES.items():
+            lanes = {a: n for a, n in _EXPERT_LANES.items() if self.experts[a].size() > 1}
+            for axis, lane in lanes.items():
                 found[str(self.experts.get_group(axis).group_name)] = lane
         if self.counts is not None:
             found[str(self.counts.group_name)] = COUNTS_AXIS

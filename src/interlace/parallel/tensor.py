@@ -8,10 +8,14 @@ are whole and the weights are split. Roles:
     sequence_positions    adds learned positions to its part of the sequence
     sequence_norm         works on its part of the sequence; its gradient is summed once a step
     gather_input          the module's input is all-gathered along the sequence, once
+    feed_forward          the same, or a layer of experts (`parallel.tensor_experts`)
     column                output features are split
     key_value             as column; with fewer heads than ranks, each rank computes one of them
+    head_norm             RMSNorm of each head by itself; its gradient is summed once a step
     row                   input features are split; outputs are reduce-scattered, then get the bias
     vocabulary_head       all-gathers its input, leaves logits split by vocabulary
+
+A `?` behind a pattern says that a model may have no such module.
 """
 
 import fnmatch
@@ -35,9 +39,11 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from interlace.errors import InputError, nearest
+from interlace.parallel.tensor_experts import has_experts, split_experts
 from interlace.parallel.tensor_layers import (
     SEQUENCE_DIM,
     BiasedRow,
+    HeadNorm,
     SequencePositions,
     SharedHeads,
     VocabularyEmbedding,
@@ -47,8 +53,18 @@ BUNDLED_BYTES = 1 << 20
 """Gradients of up to this many bytes are summed together, since the latency of an all-reduce for
 each would cost more than a copy; the size is a choice."""
 
-_OWN_LAYERS = ("vocabulary_embedding", "sequence_positions", "key_value")
+_OWN_LAYERS = (
+    "vocabulary_embedding",
+    "sequence_positions",
+    "key_value",
+    "head_norm",
+    "feed_forward",
+)
 """Roles that take layers of ours; for the others PyTorch has a style."""
+
+
+_AS_PYTORCH = {"key_value": "column", "feed_forward": "gather_input"}
+"""Roles that are another one where they take no layer of ours."""
 
 
 def _styles() -> dict[str, ParallelStyle]:
@@ -84,7 +100,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, st
             if replacement is not None:
                 setattr(owner, child, replacement)
             else:
-                style = styles["column" if role == "key_value" else role]
+                style = styles[_AS_PYTORCH.get(role, role)]
                 parallelize_module(module, mesh, style, src_data_rank=None)
     _own_storage(model)
     for first, second in tied:
@@ -93,13 +109,15 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, st
 
 
 def _planned(names: Sequence[str], pattern: str, role: str, roles: Iterable[str]) -> list[str]:
-    """The sub-modules that a pattern names; `*` stands for one part of a name."""
+    """The sub-modules that a pattern names; `*` stands for one part of a name, and a `?` at its end
+    says that there may be none."""
     if role not in roles:
         raise InputError(
             f"tensor parallelism knows no role {role!r} (of {pattern!r})", hint=nearest(role, roles)
         )
-    found = [n for n in fnmatch.filter(names, pattern) if n.count(".") == pattern.count(".")]
-    if not found:
+    full = pattern.removesuffix("?")
+    found = [n for n in fnmatch.filter(names, full) if n.count(".") == full.count(".")]
+    if not found and full == pattern:
         raise InputError(
             f"no module of the model is named {pattern!r} (role {role!r})",
             hint=nearest(pattern, names),
@@ -114,8 +132,14 @@ def _replacement(
     if role == "vocabulary_embedding":
         assert isinstance(module, nn.Embedding)
         return VocabularyEmbedding(module, mesh)
+    if role == "feed_forward" and has_experts(module):
+        split_experts(module, mesh)
+        return module
     if role == "sequence_positions":
         return SequencePositions(module, mesh)
+    if role == "head_norm":
+        assert isinstance(module, nn.RMSNorm)
+        return HeadNorm(module, mesh)
     if role == "row" and module.bias is not None:
         assert isinstance(module, nn.Linear)
         return BiasedRow(module, mesh)

@@ -129,3 +129,17 @@ class SharedHeads(nn.Module):
         if self.bias is None:
             return F.linear(x_SBD, weight)
         return F.linear(x_SBD, weight, _copy(self.bias).narrow(0, self.first, self.head_size))
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of each head of a rank, with one weight for all heads, which every rank holds."""
+
+    def __init__(self, norm: nn.RMSNorm, mesh: DeviceMesh) -> None:
+        super().__init__()
+        assert norm.eps is not None
+        self.eps = norm.eps
+        self.weight = _distribute(norm.weight, mesh, Replicate())
+
+    def forward(self, x_SBHE: Tensor) -> Tensor:
+        """The same shape."""
+        return F.rms_norm(x_SBHE, (x_SBHE.shape[-1],), _copy(self.weight), self.eps)

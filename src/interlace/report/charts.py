@@ -1,4 +1,4 @@
-"""Charts of a run as SVG: the loss, and the step times of the compared ways of running."""
+"""Charts of a run as SVG: loss, step times of the compared ways of running, load of experts."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -41,6 +41,26 @@ def loss_svg(
     axes.set_ylabel(unit, color=theme.muted)
     axes.grid(color=theme.grid, linewidth=0.8)
     axes.legend(frameon=False, labelcolor=theme.text)
+    return _svg(figure)
+
+
+def expert_load_svg(loads: Sequence[tuple[int, Sequence[float]]], theme: Theme) -> bytes:
+    """(step, share of each expert) as a heat map: steps from left to right, experts downwards; the
+    colour is the share times the number of experts, 1 where tokens are dealt evenly."""
+    count = len(loads[0][1])
+    figure, axes = _figure(min(6.0, 1.6 + 0.16 * count), theme)
+    grid = [[count * load[expert] for _, load in loads] for expert in range(count)]
+    first, last = loads[0][0], loads[-1][0]
+    image = axes.imshow(
+        grid, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=0, vmax=2,
+        extent=(first - 0.5, last + 0.5, count - 0.5, -0.5),
+    )  # fmt: skip
+    axes.set_xlabel("step", color=theme.muted)
+    axes.set_ylabel("expert", color=theme.muted)
+    scale = figure.colorbar(image, ax=axes, ticks=[0, 1, 2], extend="max", pad=0.01)
+    scale.ax.set_yticklabels(["none", "even", "twice"])
+    scale.ax.tick_params(length=0, labelcolor=theme.muted)
+    scale.outline.set_visible(False)
     return _svg(figure)
 
 

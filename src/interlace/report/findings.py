@@ -240,3 +240,18 @@ def pipeline_sentence(compared: ComparedStep) -> str:
         f"passes and messages it takes {milliseconds(predicted.step_ns)} ms, "
         f"{compared.predicted_over_measured:.2f} times that."
     )
+
+
+def expert_sentence(steps: list[dict[str, Any]]) -> str:
+    """How evenly tokens were dealt to experts, from the first step to the last that say it."""
+    first, last = (f"{step['expert_imbalance']:.2f}" for step in (steps[0], steps[-1]))
+    dropped = max(step.get("expert_dropped", 0.0) for step in steps)
+    lost = (
+        f"at most {100 * dropped:.1f} % of the choices of a step were dropped"
+        if dropped
+        else "no choice was dropped"
+    )
+    return (
+        f"The busiest expert of a layer got {first} times the mean in step {steps[0]['step']}, and "
+        f"{last} times in step {steps[-1]['step']}; {lost}. The picture has all layers together."
+    )

@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from interlace.ir.costs import CostTable
 from interlace.report import cost_tables, findings
-from interlace.report.charts import loss_svg, step_time_svg
+from interlace.report.charts import expert_load_svg, loss_svg, step_time_svg
 from interlace.report.heatmap import oef_png
 from interlace.report.load import RunRecord
 from interlace.report.pipeline_picture import pipeline_page_png
@@ -54,6 +54,7 @@ def render(record: RunRecord, *, draw_timeline: Callable[[Theme], bytes], trace_
         loss=_themed(lambda theme: loss_svg(train, held_out, unit, theme), "svg+xml")
         if train or held_out
         else None,
+        experts=_experts(record),
         truncated=bool(record.of("truncated")),
         plan=plan if record.plan else None,
         plan_lines_left=plan_lines_left,
@@ -61,6 +62,18 @@ def render(record: RunRecord, *, draw_timeline: Callable[[Theme], bytes], trace_
         environment=findings.flat(record.environment),
         config=findings.flat(record.config),
     )
+
+
+def _experts(record: RunRecord) -> dict[str, Any] | None:
+    """The load of experts over steps; None of a model without any."""
+    steps = [event for event in record.of("step") if event.get("expert_load")]
+    if not steps:
+        return None
+    loads = [(event["step"], event["expert_load"]) for event in steps]
+    return {
+        "picture": _themed(lambda theme: expert_load_svg(loads, theme), "svg+xml"),
+        "summary": findings.expert_sentence(steps),
+    }
 
 
 def render_costs(table: CostTable, name: str) -> str:

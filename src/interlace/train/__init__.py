@@ -5,6 +5,7 @@ session.py        one rank's model, data, weights, optimizer and runners
 opening.py        how a session is made from a RunConfig
 built_model.py    the module that a rank trains, laid out, with its loss
 weights.py        master weights: what the optimizer owns
+bucket_shards.py  this rank's share of weights that data-parallel ranks own between them
 stage_shards.py   ZeRO in a stage of a pipeline
 gradient_norm.py  the norm of all gradients, and clipping by it
 optimizer.py      AdamW with warm-up and decay
@@ -14,6 +15,7 @@ stages.py         what a run in a pipeline says and records
 loop.py           the loop, and what it writes
 compare.py        the same first steps under each runner
 fallback.py       whether the plan wins on the real machine
+expert_load.py    how evenly tokens are dealt to experts
 proof.py          whether the plan hid what it said it would
 same_run.py       what the ranks of a run must hold alike
 checkpointer.py   when checkpoints are written, and which one is taken up

@@ -13,6 +13,7 @@ from interlace.config import ModelConfig, RunConfig
 from interlace.errors import InputError
 from interlace.models import model_file
 from interlace.models.hugging_face import load_config, load_weights
+from interlace.models.moe import RoutedLogits
 from interlace.models.transformers_model import TransformersLoss, build, has_weights
 from interlace.parallel.context import apply_context_parallel
 from interlace.parallel.expert import apply_expert_parallel
@@ -49,7 +50,7 @@ def build_module(
     apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
     if config.model.config and has_weights(folder) and not is_fake():
         load_weights(model, folder)
-    return NextTokenLoss(model)
+    return NextTokenLoss(model, config.model.experts.auxiliary_weight)
 
 
 def is_fake() -> bool:
@@ -70,15 +71,22 @@ def published_shape(config: RunConfig) -> RunConfig:
 def overridden_shape(given: RunConfig, found: RunConfig) -> str:
     """What `published_shape` has put in place of values that the run file, a preset or a flag set,
     as one line; empty if nothing."""
-    fields = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+    was, now = (_flat(config.model) for config in (given, found))
     changed = [
-        f"model.{name} = {getattr(found.model, name)!r}, not {getattr(given.model, name)!r}"
-        for name, default in fields.items()
-        if getattr(given.model, name) not in (default, getattr(found.model, name))
+        f"model.{name} = {now[name]!r}, not {was[name]!r}"
+        for name, default in _flat(ModelConfig()).items()
+        if was[name] not in (default, now[name])
     ]
     if not changed:
         return ""
     return f"config.json of model.config = {given.model.config!r} says {', '.join(changed)}"
+
+
+def _flat(model: ModelConfig) -> dict[str, object]:
+    """Every value by its name below `model.`, as in `experts.count`."""
+    values = dataclasses.asdict(model)
+    experts = values.pop("experts")
+    return values | {f"experts.{name}": value for name, value in experts.items()}
 
 
 def _transformers_module(
@@ -92,19 +100,30 @@ def _transformers_module(
 
 
 class NextTokenLoss(nn.Module):
-    """Mean cross-entropy in nats over a micro-batch; this is what gets traced as one chunk."""
+    """Mean cross-entropy in nats over a micro-batch; this is what gets traced as one chunk.
 
-    def __init__(self, model: nn.Module) -> None:
+    In training, the auxiliary loss of a model with experts is added, times `auxiliary_weight`.
+    """
+
+    def __init__(self, model: nn.Module, auxiliary_weight: float = 0.0) -> None:
         super().__init__()
         self.model = model
+        self.auxiliary_weight = auxiliary_weight
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """A scalar, equal on all ranks of a tensor-parallel group.
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """A scalar, equal on all ranks of a tensor-parallel group, and of a model with experts
+        their load, peak and dropped choices beside it.
 
         Logits that come as a vocabulary-sharded DTensor are never gathered: the caller holds
         `parallel.tensor.loss_context`, under which softmax reduces across ranks.
         """
-        logits_SBV = self.model(tokens_BS)
+        found = self.model(tokens_BS)
+        logits_SBV = found.logits if isinstance(found, RoutedLogits) else found
         wide = torch.promote_types(logits_SBV.dtype, torch.float32)
         loss = F.cross_entropy(logits_SBV.flatten(0, 1).to(wide), targets_BS.t().flatten())
-        return loss.to_local() if isinstance(loss, DTensor) else loss
+        loss = loss.to_local() if isinstance(loss, DTensor) else loss
+        if self.training and isinstance(found, RoutedLogits) and found.auxiliary_loss is not None:
+            loss = loss + self.auxiliary_weight * found.auxiliary_loss
+        if isinstance(found, RoutedLogits):
+            return loss, found.load, found.peak, found.dropped
+        return loss

@@ -14,6 +14,7 @@ from interlace.parallel.data import DataLayout, cut
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes
 from interlace.runtime.executor import Batch
+from interlace.train.step_runners import loss_and_results
 from interlace.train.weights import MasterWeights
 
 
@@ -42,6 +43,7 @@ class FullyShardedRunner:
         self.twin = twin
         self.layout = layout
         self.losses: list[Tensor] = []
+        self.results: list[tuple[Tensor, ...]] = []
         self._parameters = dict(twin.named_parameters())
         self._weights = {w.name: w for bucket in layout.buckets for w in bucket.weights}
         weights.on_publish.append(self._take_over)
@@ -51,16 +53,17 @@ class FullyShardedRunner:
         """Forward and backward of each micro-batch in turn; gradients are reduced as often as the
         layout says."""
         twin: Any = self.twin
-        self.losses = []
+        self.losses, self.results = [], []
         for parameter in self._parameters.values():
             parameter.grad = None
         for index, batch in enumerate(batches, 1):
             last = index == len(batches)
             twin.set_requires_gradient_sync(last or self.layout.reduce_each)
             twin.set_is_last_backward(last)
-            loss = twin(*batch)
+            loss, results = loss_and_results(twin(*batch))
             (loss / len(batches)).backward()
             self.losses.append(loss.detach())
+            self.results.append(results)
         self._hand_over()
         return torch.stack(self.losses).mean()
 

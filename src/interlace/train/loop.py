@@ -34,6 +34,7 @@ from interlace.text import bits_per_byte, in_bits
 from interlace.train.checkpointer import Checkpointer
 from interlace.train.compare import compare
 from interlace.train.environment import describe_environment
+from interlace.train.expert_load import load_values
 from interlace.train.fallback import Trial
 from interlace.train.metrics import MetricsWriter, step_line
 from interlace.train.model_flops import flops_per_token
@@ -159,6 +160,7 @@ class Trainer:
             "grad_norm": norm,
         }
         values |= of_stages
+        values |= load_values(session, runner.results)
         if timeline is not None:
             values["exposed_ms"] = timeline.exposed_ns() / 1e6
             values["hidden_fraction"] = timeline.hidden_fraction()

@@ -10,39 +10,45 @@ from pathlib import Path
 from typing import Any, Self
 
 from interlace.claims import Claim
-from interlace.config import ModelConfig
 from interlace.errors import InputError, RunError
+from interlace.model_config import ModelConfig, expert_width_of, head_size_of
 from interlace.run_files import METRICS, TENSORBOARD, change_each
 
 WHOLE_MS = 10
 """Durations from here on are shown in whole milliseconds."""
-FEED_FORWARD_MATRICES = {"llama": 3, "gpt": 2}
+FEED_FORWARD_MATRICES = {"llama": 3, "gpt": 2, "moe": 3}
 """Gate, up and down, or up and down; the formula below holds for these architectures only."""
 
 
 def model_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: int) -> int | None:
-    """FLOPs of forward and backward per token: 6 N + 12 layers width sequence_length. None for an
-    architecture that this formula does not know.
+    """FLOPs of forward and backward per token: 6 N + 12 layers heads head_size sequence_length.
+    None for an architecture that this formula does not know.
 
-    N are the parameters of matmuls: attention, feed-forward and head; norms and the embedding
-    look-up do not count. As in PaLM (appendix B), attention counts in full although a causal
-    kernel computes half of it, and recomputation does not count.
+    N are the parameters of matmuls that a token meets: attention, feed-forward and head, of experts
+    those that it chooses, with their router; norms and the embedding look-up do not count. As in
+    PaLM (appendix B), attention counts in full although a causal kernel computes half of it, and
+    recomputation does not count.
     """
-    kv_width = model.width // model.heads * model.kv_heads
-    attention = 2 * model.width * model.width + 2 * model.width * kv_width
     matrices = FEED_FORWARD_MATRICES.get(model.architecture)
     if matrices is None or model.source != "interlace":
         return None
-    feed_forward = matrices * model.width * model.ffn_width
-    parameters = model.layers * (attention + feed_forward) + model.width * vocab_size
-    return 6 * parameters + 12 * model.layers * model.width * sequence_length
+    inner = model.heads * head_size_of(model)
+    kv_inner = model.kv_heads * head_size_of(model)
+    parameters = model.layers * model.width * 2 * (inner + kv_inner) + model.width * vocab_size
+    dense = model.layers
+    if experts := model.experts.count:
+        dense = model.experts.dense_layers
+        met = model.experts.chosen * expert_width_of(model) + model.experts.shared_width
+        parameters += (model.layers - dense) * model.width * (matrices * met + experts)
+    parameters += dense * matrices * model.width * model.ffn_width
+    return 6 * parameters + 12 * model.layers * inner * sequence_length
 
 
 def step_line(values: Mapping[str, Any]) -> str:
     """One readable line for a step; a field that is absent or None is left out.
 
     Keys: step, steps, loss, bits_per_byte, tokens_per_s, step_ms, exposed_ms, bubble_fraction and
-    mfu (0..1), lr, grad_norm. Others are ignored.
+    mfu (0..1), lr, grad_norm, expert_imbalance. Others are ignored.
     """
     parts = []
     if (step := values.get("step")) is not None:
@@ -65,6 +71,7 @@ def step_line(values: Mapping[str, Any]) -> str:
     if (mfu := values.get("mfu")) is not None:
         parts.append(f"MFU {100 * mfu:.1f} %")
     parts += _present(values, [("lr", "lr {:.1e}"), ("grad_norm", "grad {:.2f}")])
+    parts += _present(values, [("expert_imbalance", "experts {:.2f}x")])
     return "  ".join(parts)
 
 

@@ -84,6 +84,7 @@ def open_graphs(config: RunConfig) -> tuple[Setup, Compilation, Constants]:
 
 def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     check(config)
+    _refuse_bias(config)
     find(config.pipeline.schedule)  # refused before a model is built
     rank, world_size = dist.get_rank(), dist.get_world_size()
     given, config = config, published_shape(config)
@@ -117,6 +118,16 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     weights = MasterWeights(module, dtype, data=data, meshes=meshes)
     setup = Setup(config, asked, rank, world_size, device, meshes, dataset, weights, drawn)
     return setup, twin
+
+
+def _refuse_bias(config: RunConfig) -> None:
+    if config.model.experts.balance == "bias":
+        raise InputError(
+            'model.experts.balance = "bias": the biases of routers change between steps, and '
+            "`interlace train` does not change them",
+            hint='set model.experts.balance to "auxiliary_loss" or "none"; a loop of your own can '
+            "call interlace.models.routers.updated_bias",
+        )
 
 
 def _trace(

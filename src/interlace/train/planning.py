@@ -222,10 +222,13 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
 
 
 def describe_model(config: RunConfig) -> str:
-    """`llama, 80 layers of width 8192, sequence 8192 x 1, bfloat16, 64 ranks`."""
+    """`llama, 80 layers of width 8192, sequence 8192 x 1, bfloat16, 64 ranks`; with experts also
+    `2 of 8 experts`."""
     (architecture, layers, width), train = _shape(config), config.train
+    experts = config.model.experts
+    routed = f", {experts.chosen} of {experts.count} experts" if experts.count else ""
     return (
-        f"{architecture}, {layers} layers of width {width}, sequence "
+        f"{architecture}, {layers} layers of width {width}{routed}, sequence "
         f"{config.data.sequence_length} x {train.micro_batch_size}, {train.dtype}, "
         f"{world_of(config.parallel)} ranks"
     )

@@ -9,13 +9,14 @@ import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.config import Architecture, RunConfig
+from interlace.config import RunConfig
 from interlace.data.batches import Batches
+from interlace.model_config import Architecture
 from interlace.models.hugging_face_files import folder_digest
 from interlace.ranks.agree import (
     Content,
@@ -96,12 +97,15 @@ def check_state(
 
 def _configuration(config: RunConfig) -> dict[str, str]:
     """Every value by its name in the run file; only where files are written may differ."""
-    fields = {}
-    for table, values in config.as_dict().items():
-        if isinstance(values, dict) and table != "output":
-            fields |= {f"{table}.{key}": str(value) for key, value in values.items()}
-        elif table != "output":
-            fields[table] = str(values)
+    tables = {name: value for name, value in config.as_dict().items() if name != "output"}
+    return _by_name(tables)
+
+
+def _by_name(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for key, value in values.items():
+        name = prefix + key
+        fields |= _by_name(value, f"{name}.") if isinstance(value, dict) else {name: str(value)}
     return fields
 
 

@@ -28,7 +28,7 @@ from interlace.runtime.memory_limit import constant_bytes
 from interlace.stage_degrees import stages_of, widest
 from interlace.step import Step
 from interlace.train.gradient_norm import clip_by, global_norm, norm_over_stages
-from interlace.train.step_runners import StepRunner
+from interlace.train.step_runners import StepRunner, loss_and_results
 from interlace.train.weights import MasterWeights
 
 PLAIN_MODES = frozenset[Mode]({"plain-1", "plain-2"})
@@ -259,23 +259,28 @@ class Session(Setup):
         module = self.weights.module.eval()
         try:
             with loss_context(self.meshes.tensor):
-                return [module(*batch) for batch in batches]
+                return [loss_and_results(module(*batch))[0] for batch in batches]
         finally:
             module.train()
 
     def mean(self, loss: Tensor) -> float:
         """The mean over the ranks that see other tokens."""
-        data, ranks = self.weights.data, 1
-        if data is not None:
-            ranks = data.ranks
-        elif self.stages is not None:
-            ranks = self.stages.copies
-        if ranks == 1:
-            return float(loss)
-        total = loss.detach().clone()
-        for name in (SHARD_AXIS, REPLICATE_AXIS):
-            dist.all_reduce(total, group=self.meshes.weights.get_group(name))
-        return float(total) / ranks
+        return float(self.total(loss)) / self._sharing
+
+    def total(self, own: Tensor) -> Tensor:
+        """The sum over the ranks that see other tokens. Collective."""
+        total = own.detach().clone()
+        if self._sharing > 1:
+            for name in (SHARD_AXIS, REPLICATE_AXIS):
+                dist.all_reduce(total, group=self.meshes.weights.get_group(name))
+        return total
+
+    @property
+    def _sharing(self) -> int:
+        """How many ranks see other tokens."""
+        if self.weights.data is not None:
+            return self.weights.data.ranks
+        return self.stages.copies if self.stages is not None else 1
 
 
 def vocabulary(config: RunConfig, tokens: int) -> int:

@@ -7,7 +7,7 @@ compared bit by bit.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,11 @@ class StepRunner(Protocol):
     losses: list[Tensor]
     """Of the micro-batches of the last step, recorded or not."""
 
+    @property
+    def results(self) -> Sequence[tuple[Tensor, ...]]:
+        """What the module gave beside each of these losses."""
+        ...
+
     def __call__(self, micro_batches: Sequence[Batch], /) -> Tensor:
         """The mean loss; gradients are in the masters afterwards."""
         ...
@@ -44,6 +49,14 @@ class StepRunner(Protocol):
     def record(self, micro_batches: Sequence[Batch], /, label: str) -> Timeline | None:
         """The same step, recorded operator by operator; None if that cannot be seen."""
         ...
+
+
+def loss_and_results(found: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What a module gave: its loss, and what stands beside that."""
+    if isinstance(found, tuple):
+        loss, *results = found
+        return loss, tuple(results)
+    return found, ()
 
 
 class EagerRunner:
@@ -54,6 +67,7 @@ class EagerRunner:
         self.weights = weights
         self.meshes = meshes
         self.losses: list[Tensor] = []
+        self.results: list[tuple[Tensor, ...]] = []
         self._sums: dict[str, Tensor] = {}
         if weights.separate or weights.data is not None:
             self._sums = {
@@ -71,17 +85,18 @@ class EagerRunner:
             parameter.grad = None
         for buffer in self._sums.values():
             buffer.zero_()
-        self.losses = []
+        self.losses, self.results = [], []
         with loss_context(self.meshes.tensor), recorder or nullcontext():
             self.weights.gather()
             for index, batch in enumerate(batches, 1):
                 if recorder is not None:
                     recorder.micro_batch, recorder.strand = index, "forward"
-                loss = module(*batch)
+                loss, results = loss_and_results(module(*batch))
                 if recorder is not None:
                     recorder.strand = "backward"
                 (loss / len(batches)).backward()
                 self.losses.append(loss.detach())
+                self.results.append(results)
                 self._add_up()
             if self._sums:
                 self.weights.set_gradients(self.weights.average(self._sums), self._layouts)

@@ -38,10 +38,10 @@ _FULL = MoeSize(
     layers=2, width=256, ffn_width=768, heads=4, experts=8, words=256, batch=2, length=192,
     micro_batches=8, repeats=4, recorded=2,
 )  # fmt: skip
-"""What the table of the README was measured with."""
+"""What the file of results was measured with."""
 _QUICK = MoeSize(
-    layers=2, width=64, ffn_width=64, heads=2, experts=4, words=64, batch=1, length=64,
-    micro_batches=3, repeats=2, recorded=1,
+    layers=1, width=64, ffn_width=64, heads=2, experts=4, words=64, batch=1, length=64,
+    micro_batches=2, repeats=1, recorded=1,
 )  # fmt: skip
 """A smaller model: that all runs."""
 
@@ -60,7 +60,7 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     rows = [row for routing in ROUTINGS for row in rows_of(routing, cases[routing])]
     print(bench_table([asdict(row) for row in rows]))
     if json_path is not None:
-        write_json(json_path, "moe", environment(f"lab link {rate}"), rows)
+        write_json(json_path, "moe_strands", environment(f"lab link {rate}"), rows)
         print(json_path)
     return 0
 

@@ -1,0 +1,255 @@
+"""Expert parallelism on real ranks, against one process that computes every expert on every token.
+
+Losses and gradients in float64; two strands, planned and in random orders, bit by bit against one.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mixture_models import EXPERTS, ROUTINGS, MixtureLoss
+from processes import gloo_group, run_ranks
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from interlace.config import ParallelConfig, Recompute, RunConfig, world_of
+from interlace.errors import InputError
+from interlace.experts.between_ranks import (
+    by_expert,
+    expert_exchange,
+    host_counts,
+    in_order,
+    received_counts,
+)
+from interlace.experts.rows_by_expert import expert_order
+from interlace.graphs.collectives import exchange_rows, wait
+from interlace.graphs.recompute import RecomputePolicy
+from interlace.ir.plan import PhasePlan
+from interlace.parallel.data import data_layout
+from interlace.parallel.expert import apply_expert_parallel
+from interlace.parallel.meshes import EXPERT_AXIS, Meshes, axis_groups, build_meshes
+from interlace.rules import check, resolve_layout
+from interlace.runtime.executor import Batch
+from interlace.runtime.traced_strands import build_strands
+from interlace.step import Step
+from interlace.train.step_runners import EagerRunner, planned_step
+from interlace.train.weights import MasterWeights
+from orders import random_order
+from phases import plan_by
+
+BOUND = 1e-10
+"""Largest difference of a float64 gradient, relative to the largest element of its parameter."""
+MICRO_BATCHES = 3
+LAYERS, WIDTH, INNER = 2, 16, 12
+Layout = dict[str, Any]
+TWO: list[tuple[Layout, Recompute]] = [
+    ({"data_replicate": 2, "expert": 2}, "none"),
+    ({"data_shard": 2, "expert": 2}, "layer"),
+    ({"context": 2, "expert": 2}, "none"),
+]
+FOUR: list[tuple[Layout, Recompute]] = [
+    ({"data_replicate": 4, "expert": 2}, "layer"),
+    ({"data_shard": 4, "expert": 2}, "none"),
+    ({"data_shard": 4, "expert": 2, "zero": 1}, "none"),
+    ({"data_shard": 4, "expert": 2, "reduce": "micro_batch"}, "layer"),
+    ({"data_replicate": 2, "data_shard": 2, "expert": 4}, "none"),
+    ({"data_replicate": 2, "data_shard": 2, "expert": 2}, "none"),
+]
+
+
+def batches(data_rank: int) -> list[Batch]:
+    """The micro-batches of a rank: other tokens than those of the others."""
+    draw = torch.Generator().manual_seed(data_rank)
+    text = torch.randint(0, 64, (MICRO_BATCHES, 2, 13), generator=draw)
+    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in text]
+
+
+def _seen(meshes: Meshes) -> list[Batch]:
+    """As if ranks of a context saw other samples: without attention there is no difference."""
+    return batches(meshes.data_rank * meshes.context.size() + meshes.context.get_local_rank())
+
+
+def _gradients(weights: MasterWeights) -> dict[str, Tensor]:
+    found = {}
+    for name, master in weights.masters.items():
+        gradient = master.grad
+        assert gradient is not None
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        found[name] = whole.detach().clone()
+    return found
+
+
+def _ran(runner: Step | EagerRunner, weights: MasterWeights, mine: list[Batch]) -> list[Tensor]:
+    runner(mine)
+    return [*(loss.detach().clone() for loss in runner.losses), *_gradients(weights).values()]
+
+
+def _reference(routing: str, ranks: int) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+    """Losses by rank, and gradients of their mean."""
+    module = MixtureLoss(LAYERS, WIDTH, INNER, reference=True)
+    module.push(routing)
+    losses = [[module(*batch) for batch in batches(rank)] for rank in range(ranks)]
+    (sum(map(sum, losses)) / (ranks * MICRO_BATCHES)).backward()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return [[loss.detach() for loss in own] for own in losses], gradients
+
+
+def _case(layout: Layout, recompute: Recompute, routing: str) -> dict[str, Any]:
+    """What a rank finds: how far it is from the reference, and which ways have the same bits."""
+    config = ParallelConfig(bucket_mib=0.001, **layout)
+    meshes = build_meshes(config, "cpu")
+    assert meshes.experts is not None
+    module = MixtureLoss(LAYERS, WIDTH, INNER)
+    module.push(routing)
+    apply_expert_parallel(module, meshes.experts[EXPERT_AXIS], meshes.counts)
+    data = data_layout(module, config, meshes, torch.float64)
+    weights = MasterWeights(module, torch.float32, data=data, meshes=meshes)
+    mine = _seen(meshes)
+    strands = build_strands(
+        module, mine[0], meshes.axis_of_group, data=data, buffer_dtype=torch.float64,
+        recompute=RecomputePolicy(mode=recompute),
+    )  # fmt: skip
+    constants = {**weights.constants(), **weights.buffers()}
+    one = _ran(planned_step(weights, strands, strands.sequential, constants), weights, mine)
+    bits = {}
+    for seed in range(2):
+        head = 5 * seed
+        plan = plan_by(
+            strands.op_graphs,
+            lambda graph, seed=seed: PhasePlan(random_order(graph, seed), 0, 0),
+            head,
+        )
+        two = _ran(planned_step(weights, strands, plan, constants), weights, mine)
+        bits[f"plan {seed}"] = all(map(torch.equal, one, two))
+    eager = _ran(EagerRunner(weights, meshes), weights, mine)
+    ranks = meshes.data_ranks * meshes.context.size()
+    losses, wanted = _reference(routing, ranks)
+    place = meshes.data_rank * meshes.context.size() + meshes.context.get_local_rank()
+    names = list(weights.masters)
+    return {
+        "loss": max(float(abs(a - b)) for a, b in zip(losses[place], one, strict=False)),
+        "one": _furthest(dict(zip(names, one[MICRO_BATCHES:], strict=True)), wanted),
+        "eager": _furthest(dict(zip(names, eager[MICRO_BATCHES:], strict=True)), wanted),
+        "bits": bits,
+    }
+
+
+def _furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(
+        float((found[name] - want).abs().max() / want.abs().max().clamp(min=1e-30))
+        for name, want in wanted.items()
+    )
+
+
+def _routings(number: int) -> list[str]:
+    """All with the first layout; then they take turns, as each costs a trace."""
+    names = list(ROUTINGS)
+    return names if not number else [names[number % len(names)]]
+
+
+def child_cases(cases: list[tuple[Layout, Recompute]]) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    with gloo_group():
+        return {
+            f"{layout} {recompute} {routing}": _case(layout, recompute, routing)
+            for number, (layout, recompute) in enumerate(cases)
+            for routing in _routings(number)
+        }
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
+def test_losses_and_gradients_are_those_of_one_process(ranks: int, cases: Any) -> None:
+    for result in run_ranks("test_expert_parallel:child_cases", ranks, args=[cases], timeout_s=300):
+        for name, found in result.value.items():
+            assert found["loss"] < BOUND, (name, found)
+            assert found["one"] < BOUND, (name, found)
+            assert found["eager"] < BOUND, (name, found)
+            assert all(found["bits"].values()), (name, found)
+
+
+def child_exchange(rounds: int) -> list[str]:
+    """Random routings, there and back, by the operator and by the messages of lowered graphs."""
+    wrong = []
+    with gloo_group():
+        name = str(dist.group.WORLD.group_name)
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        for seed in range(rounds):
+            draw = torch.Generator().manual_seed(1000 * seed + rank)
+            tokens, experts = 5, 2 * ranks
+            ids = torch.randint(0, experts + (seed % 3 == 0), (tokens, 2), generator=draw)
+            if seed % 5 == 0 and rank == seed % ranks:
+                ids = torch.full_like(ids, experts)  # all rows dropped
+            order, place, sent = expert_order(ids, experts)
+            counts = host_counts(sent, received_counts(sent, ranks, name))
+            rows = torch.randn(2 * tokens, 3, generator=draw)[order]
+            there = expert_exchange(rows, counts, ranks, 2 * tokens, True, name)
+            sent_too = wait(exchange_rows(rows, counts, ranks, 2 * tokens, True, name))
+            back = expert_exchange(there, counts, ranks, 2 * tokens, False, name)
+            back_too = wait(exchange_rows(there, counts, ranks, 2 * tokens, False, name))
+            kept = int(sent.sum())
+            wanted = torch.cat((rows[:kept], torch.zeros(2 * tokens - kept, 3)))
+            if not (torch.equal(there, sent_too) and len(there) == int(counts[1].sum())):
+                wrong.append(f"seed {seed}: forth")
+            if not (torch.equal(back, wanted) and torch.equal(back_too, wanted)):
+                wrong.append(f"seed {seed}: back")
+            if not torch.equal(order[place], torch.arange(2 * tokens)):
+                wrong.append(f"seed {seed}: order")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_come_back_as_they_went(ranks: int) -> None:
+    for result in run_ranks("test_expert_parallel:child_exchange", ranks, args=[40], timeout_s=120):
+        assert result.value == []
+
+
+def test_rows_of_ranks_are_sorted_by_expert_as_in_torchtitan() -> None:
+    """Cases of torchtitan's TestPermute, of rows that came from two ranks for two experts."""
+    rows = torch.arange(10)
+    assert in_order(rows, [2, 3, 1, 4], by_expert(2, 2)).tolist() == [0, 1, 5, 2, 3, 4, 6, 7, 8, 9]
+    assert in_order(rows, [0, 6, 0, 4], by_expert(2, 2)).tolist() == rows.tolist()
+    assert in_order(rows, [5, 0, 5, 0], by_expert(2, 2)).tolist() == rows.tolist()
+    assert in_order(rows[:0], [0, 0, 0, 0], by_expert(2, 2)).tolist() == []
+
+
+def test_layouts_that_cannot_be_are_refused_with_their_numbers() -> None:
+    config = RunConfig(parallel=ParallelConfig(data_replicate=3, expert=2))
+    with pytest.raises(InputError, match="expert = 2 does not fit into the 3 ranks"):
+        check(config)
+    shards = ParallelConfig(data_replicate=2, data_shard=3, expert=2)
+    with pytest.raises(InputError, match="data_shard 3"):
+        check(replace(config, parallel=shards))
+    unknown = ParallelConfig(data_shard=-1, expert=4)
+    with pytest.raises(InputError, match="expert = 4 does not fit into the 6 ranks"):
+        resolve_layout(replace(config, parallel=unknown), 6)
+
+
+def child_refused() -> list[str]:
+    said = []
+    with gloo_group():
+        meshes = build_meshes(ParallelConfig(data_replicate=3, expert=3), "cpu")
+        assert meshes.experts is not None
+        for module in (MixtureLoss(1, 8, 8), torch.nn.Linear(2, 2)):
+            with pytest.raises(InputError) as refused:
+                apply_expert_parallel(module, meshes.experts[EXPERT_AXIS])
+            said.append(str(refused.value))
+        dist.barrier()  # a rank that leaves takes the store with it
+    return said
+
+
+def test_experts_that_ranks_do_not_divide_are_refused() -> None:
+    said = run_ranks("test_expert_parallel:child_refused", 3, timeout_s=60)[0].value
+    assert f"the {EXPERTS} experts of blocks.0.experts" in said[0]
+    assert "parallel.expert = 3" in said[0]
+    assert "Linear has no experts" in said[1]
+
+
+def test_groups_of_experts_are_ranks_in_a_row() -> None:
+    config = ParallelConfig(data_replicate=2, data_shard=2, tensor=2, expert=2)
+    assert world_of(config) == 8
+    groups = axis_groups(config)
+    assert groups[EXPERT_AXIS] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert groups["ep_dp_replicate"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
