@@ -13,7 +13,13 @@ from interlace.graphs.torch_private import init_fake_world
 from interlace.ir import plan as plans
 from interlace.ir import store
 from interlace.ir.costs import CostTable
-from interlace.parallel.meshes import axis_groups, axis_sizes, build_meshes
+from interlace.parallel.meshes import (
+    COUNTS_AXIS,
+    EXPERT_AXIS,
+    axis_groups,
+    axis_sizes,
+    build_meshes,
+)
 from interlace.train import planning
 
 OVERRIDES = {
@@ -197,6 +203,27 @@ def test_groups_of_an_axis_are_those_of_its_mesh():
     for axis, each in groups.items():
         assert {len(group) for group in each} == {axis_sizes(config)[axis]}
         assert sorted(rank for group in each for rank in group) == list(range(16))
+
+
+def test_counts_have_a_group_of_the_same_ranks_of_its_own():
+    """Also where the ranks of `ep` are all of the job, whose group is the default one."""
+    for ranks, config in (
+        (2, ParallelConfig(data_replicate=2, expert=2)),
+        (8, ParallelConfig(data_replicate=2, data_shard=4, expert=2)),
+    ):
+        init_fake_world(ranks)
+        try:
+            meshes = build_meshes(config, "cpu")
+            assert meshes.experts is not None
+            assert meshes.counts is not None
+            rows = meshes.experts.get_group(EXPERT_AXIS)
+            names = meshes.axis_of_group
+            assert names[str(rows.group_name)] == EXPERT_AXIS
+            assert names[str(meshes.counts.group_name)] == COUNTS_AXIS
+            found = [dist.get_process_group_ranks(group) for group in (rows, meshes.counts)]
+            assert found == [list(axis_groups(config)[COUNTS_AXIS][0])] * 2
+        finally:
+            dist.destroy_process_group()
 
 
 def test_a_chosen_search_that_does_not_fit(capsys):

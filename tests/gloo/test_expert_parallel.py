@@ -106,7 +106,7 @@ def _case(layout: Layout, recompute: Recompute, routing: str) -> dict[str, Any]:
     assert meshes.experts is not None
     module = MixtureLoss(LAYERS, WIDTH, INNER)
     module.push(routing)
-    apply_expert_parallel(module, meshes.experts[EXPERT_AXIS])
+    apply_expert_parallel(module, meshes.experts[EXPERT_AXIS], meshes.counts)
     data = data_layout(module, config, meshes, torch.float64)
     weights = MasterWeights(module, torch.float32, data=data, meshes=meshes)
     mine = _seen(meshes)

@@ -34,5 +34,10 @@ stage_transfers_cases.py   its cases, and the paper's shares of communication
 stage_transfers_models.py  its models, in the layout of a rank's stage
 stage_transfers_links.py   its ways that wait for every transfer, or transfer next to nothing
 stage_transfers_world.py   its program: one rank that runs steps by all ways, in turns
+moe_strands.py         experts under two strands against eager and the order fixed by hand
+moe_model.py           its model, and how experts are drawn
+moe_rivals.py          its experts as a user of plain PyTorch writes them
+moe_order.py           its order fixed by hand, as a plan
+moe_world.py           its program: one rank that runs steps by all ways, in turns
 results.py             the form of every result: rows, environment, table, JSON file
 """

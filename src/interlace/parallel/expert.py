@@ -7,6 +7,7 @@ same experts are their data-parallel ranks (GShard, arXiv 2006.16668; DeepSpeed-
 
 from collections.abc import Iterator
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,14 +19,15 @@ from interlace.models.experts import Experts, RowExchange
 class BetweenRanks(RowExchange):
     """Rows go to the rank of their expert, and back."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, counts: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.mesh = mesh
         self.ranks, self.group = mesh.size(), str(mesh.get_group().group_name)
+        self.counts_group = self.group if counts is None else str(counts.group_name)
 
     def counts(self, sent_E: Tensor) -> Tensor:
         """As in `RowExchange`; ranks tell each other first."""
-        return host_counts(sent_E, received_counts(sent_E, self.ranks, self.group))
+        return host_counts(sent_E, received_counts(sent_E, self.ranks, self.counts_group))
 
     def to_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """As in `RowExchange`, of all ranks."""
@@ -36,9 +38,12 @@ class BetweenRanks(RowExchange):
         return to_tokens(rows, counts, self.ranks, token_rows, self.group)
 
 
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(
+    model: nn.Module, mesh: DeviceMesh, counts: dist.ProcessGroup | None = None
+) -> None:
     """Deal the experts of all layers of `model` to the ranks of a one-dimensional mesh, in place.
-    Every rank must hold equal weights, plain tensors.
+    Every rank must hold equal weights, plain tensors. `counts`, another group of the same ranks,
+    is for the counts of rows: on the group of `mesh` they wait for the rows of the other strand.
 
     Raises InputError for a model without experts, and for a number that the ranks do not divide.
     """
@@ -61,7 +66,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         for own, weight in list(layer.named_parameters()):
             part = weight.detach().chunk(ranks)[mesh.get_local_rank()].clone()
             setattr(layer, own, nn.Parameter(part, requires_grad=weight.requires_grad))
-        layer.exchange = BetweenRanks(mesh)
+        layer.exchange = BetweenRanks(mesh, counts)
 
 
 def dealt_parameters(model: nn.Module) -> dict[str, int]:

@@ -17,6 +17,9 @@ REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shar
 """Names of the mesh axes, from the outermost to the innermost."""
 EXPERT_AXIS = "ep"
 """The axis whose ranks hold the experts of a layer between them; they see different tokens."""
+COUNTS_AXIS = "ep_counts"
+"""The same ranks by a group of its own, for the counts of rows, which are few bytes and wait for no
+rows that way."""
 PIPELINE_AXIS = "pp"
 """The axis whose ranks run the stages of a pipeline; of a run it is the outermost."""
 _DATA_AXIS = "data"
@@ -61,6 +64,8 @@ class Meshes:
     experts: DeviceMesh | None = None
     """Those of experts, where they are dealt to ranks: dp_replicate x dp_shard x ep x tp, the same
     ranks in the same order. Of the ranks that see other tokens, those in a row are of one `ep`."""
+    counts: dist.ProcessGroup | None = None
+    """The ranks of `ep` by another group, where experts are dealt to ranks."""
     stages: StageGroups | None = None
     """In a pipeline, whose stages have meshes of their own."""
 
@@ -99,6 +104,8 @@ class Meshes:
             lanes = {a: n for a, n in _EXPERT_LANES.items() if self.experts[a].size() > 1}
             for axis, lane in lanes.items():
                 found[str(self.experts.get_group(axis).group_name)] = lane
+        if self.counts is not None:
+            found[str(self.counts.group_name)] = COUNTS_AXIS
         return found
 
 
@@ -116,9 +123,12 @@ def build_meshes(
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     layout, weights = map(mesh, _stage_sizes(config))
-    experts = mesh(_expert_sizes(config)) if config.expert > 1 else None
+    experts, counts = None, None
+    if config.expert > 1:
+        experts = mesh(_expert_sizes(config))
+        counts = _own_group(axis_groups(config)[EXPERT_AXIS])
     if config.pipeline == 1:
-        return Meshes(layout, weights, experts)
+        return Meshes(layout, weights, experts, counts)
     of_stages = mesh(
         {_DATA_AXIS: world_of_stage(config) // config.tensor, TENSOR_AXIS: config.tensor}
     )
@@ -127,6 +137,7 @@ def build_meshes(
         _without_pipeline(layout),
         _without_pipeline(weights),
         _without_pipeline(experts) if experts is not None else None,
+        counts,
         StageGroups(
             number=of_stages.get_local_rank(PIPELINE_AXIS),
             pipeline=of_stages.get_group(PIPELINE_AXIS),
@@ -134,6 +145,13 @@ def build_meshes(
             stage=of_stage.get_group("stage"),
         ),
     )
+
+
+def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """A new process group of the ranks among which this rank is. Collective on all of `groups`."""
+    found, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+    assert isinstance(found, dist.ProcessGroup)
+    return found
 
 
 def _meshes_apart(stages: Sequence[ParallelConfig], device_type: str) -> Meshes:
@@ -199,6 +217,7 @@ def axis_sizes(config: ParallelConfig) -> dict[str, int]:
     if config.expert > 1:
         sizes = _expert_sizes(config)
         found |= {lane: sizes[axis] for axis, lane in _EXPERT_LANES.items()}
+        found[COUNTS_AXIS] = config.expert
     return found
 
 
@@ -215,6 +234,7 @@ def axis_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
         for axis in (EXPERT_AXIS, SHARD_AXIS, REPLICATE_AXIS):  # from the inside
             strides[_EXPERT_LANES[axis]] = stride
             stride *= sizes[axis]
+        strides[COUNTS_AXIS] = strides[EXPERT_AXIS]
     world = world_of(config)
     return {
         axis: [

@@ -46,7 +46,7 @@ def build_module(
         )
     folder = Path(config.model.config)
     if meshes.experts is not None:
-        apply_expert_parallel(model, meshes.experts[EXPERT_AXIS])
+        apply_expert_parallel(model, meshes.experts[EXPERT_AXIS], meshes.counts)
     apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
     if config.model.config and has_weights(folder) and not is_fake():
         load_weights(model, folder)

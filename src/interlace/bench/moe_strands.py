@@ -1,0 +1,155 @@
+"""Experts under two strands against one strand, eager PyTorch, and the order fixed by hand.
+
+Two ranks, one core each, share the experts of a Llama in float32 (dropless, top-2, SwiGLU) over a
+link of a lab. A short run of one strand says how long compute and all-to-all take; from that
+follows the rate of the link at which they take equally long with balanced routing. Other weights
+lie whole on both ranks, and their gradients are summed once a step. Routing is balanced, or skewed
+by Zipf's law over experts, of which the first rank holds the most popular ones. All ways take turns
+step by step in one run; a step is all micro-batches and the sums over ranks, without the optimizer.
+The first steps of each way are not counted. All-to-alls run whole: none is decomposed.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from interlace.bench.moe_model import MoeSize
+from interlace.bench.results import ResultRow, environment, speedup, write_json
+from interlace.config import parse_rate
+from interlace.errors import InputError, RunError
+from interlace.lab import hosts
+
+EAGER, ONE, TWO, FIXED = "eager", "one strand", "two strands", "fixed order"
+"""Ways of running a step."""
+WAYS = (EAGER, ONE, TWO, FIXED)
+"""In the order of their turns."""
+ROUTINGS = ("balanced", "skewed")
+"""How experts are drawn."""
+_RIVALS = {EAGER: "speedup_vs_eager", ONE: "speedup_vs_one_strand", FIXED: "speedup_vs_fixed_order"}
+CALIBRATION_RATE = "300mbit"
+"""Rate of the link in the short run that says how long compute and all-to-all take."""
+_RANKS = 2
+_FULL = MoeSize(
+    layers=2, width=256, ffn_width=768, heads=4, experts=8, words=256, batch=2, length=192,
+    micro_batches=8, repeats=4, recorded=2,
+)  # fmt: skip
+"""What the file of results was measured with."""
+_QUICK = MoeSize(
+    layers=1, width=64, ffn_width=64, heads=2, experts=4, words=64, batch=1, length=64,
+    micro_batches=2, repeats=1, recorded=1,
+)  # fmt: skip
+"""A smaller model: that all runs."""
+
+
+def run(*, quick: bool, json_path: Path | None) -> int:
+    """Calibrate, measure, print the table; write JSON if asked."""
+    from interlace.report.tables import bench_table  # noqa: PLC0415  rich
+
+    if reason := "this is already a lab" if hosts.inside_lab() else hosts.available():
+        raise InputError(
+            f"no network namespaces here: {reason}", hint="run it as root on Linux, outside a lab"
+        )
+    size = _QUICK if quick else _FULL
+    found = measure(size)
+    rate, cases = found["rate"], found["cases"]
+    rows = [row for routing in ROUTINGS for row in rows_of(routing, cases[routing])]
+    print(bench_table([asdict(row) for row in rows]))
+    if json_path is not None:
+        write_json(json_path, "moe_strands", environment(f"lab link {rate}"), rows)
+        print(json_path)
+    return 0
+
+
+def rate_for(records: Sequence[Mapping[str, float]], rate: str) -> str:
+    """The link rate at which all-to-alls take as long as compute, given how long both took one
+    strand at `rate`. The time of a transfer goes with the inverse of the rate."""
+    ratio = median(record["busy"] / record["compute"] for record in records)
+    return f"{max(1, round(parse_rate(rate, 'rate') * ratio / 1e6))}mbit"
+
+
+def measure(size: MoeSize) -> dict[str, Any]:
+    """What one run of the ranks found: the rate of the link, and each case by routing. RunError
+    when a rank fails."""
+    with tempfile.TemporaryDirectory(prefix="interlace-moe-") as folder:
+        told, result = Path(folder) / "job.json", Path(folder) / "found.json"
+        told.write_text(json.dumps(asdict(size)), encoding="utf-8")
+        command = [sys.executable, "-m", "interlace.bench.moe_world", str(told), str(result)]
+        rate = CALIBRATION_RATE
+        if code := hosts.run_in_lab(command, hosts=_RANKS, ranks_per_host=1, rate=rate):
+            raise RunError(
+                f"the ranks of the bench ended with exit code {code}",
+                hint="the message of a rank is above",
+            )
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return found
+
+
+def rows_of(routing: str, found: Mapping[str, Any]) -> list[ResultRow]:
+    """The load, the ratio of times that was reached, two strands against every other way, what was
+    hidden, and predictions."""
+    times = {name: [each / 1e6 for each in own] for name, own in found["times"].items()}
+    records, predicted = found["records"], found["predicted_ns"]
+    rows = [
+        _row(routing, "largest_over_mean_rows_of_expert", found["load"]["expert"], 1.0),
+        _row(routing, "largest_over_mean_rows_of_rank", found["load"]["rank"], 1.0),
+        _of_records(routing, "all_to_all_over_compute", records[ONE], "busy", "compute"),
+    ]
+    rows += [
+        speedup(routing, metric, times[TWO], times[rival])
+        for rival, metric in _RIVALS.items()
+        if rival in times
+    ]
+    for name, own in records.items():
+        case = f"{routing}, {name}"
+        rows.append(_hidden(case, "hidden_fraction", own, ""))
+        if name != ONE:
+            rows.append(_hidden(case, "steady_hidden_fraction", own, "steady_"))
+        rows.append(_predicted(case, predicted[name] / 1e6, times[name]))
+    return rows
+
+
+def _row(case: str, metric: str, ours: float, baseline: float) -> ResultRow:
+    return ResultRow(
+        case=case, metric=metric, ours=ours, baseline=baseline, ratio=ours / baseline, spread=None
+    )
+
+
+def _of_records(
+    case: str, metric: str, records: Sequence[Mapping[str, float]], part: str, whole: str
+) -> ResultRow:
+    """Medians in ms, and the ratio within each record."""
+    ratios = [record[part] / record[whole] for record in records]
+    return ResultRow(
+        case=case, metric=metric,
+        ours=median(record[part] for record in records) / 1e6,
+        baseline=median(record[whole] for record in records) / 1e6,
+        ratio=median(ratios), spread=(min(ratios), max(ratios)),
+    )  # fmt: skip
+
+
+def _hidden(case: str, metric: str, records: Sequence[Mapping[str, float]], part: str) -> ResultRow:
+    """The share of the all-to-alls' time in which the rank did not wait for one: ms hidden, of ms
+    in flight. `steady_` is the part of a step in which two micro-batches are under way."""
+    hidden = [
+        {
+            "hidden": max(0.0, each[f"{part}busy"] - each[f"{part}exposed"]),
+            "busy": each[f"{part}busy"],
+        }
+        for each in records
+    ]
+    return _of_records(case, metric, hidden, "hidden", "busy")
+
+
+def _predicted(case: str, predicted_ms: float, measured_ms: Sequence[float]) -> ResultRow:
+    """The simulator's step over the median of those that were measured."""
+    ratios = [predicted_ms / each for each in measured_ms]
+    return ResultRow(
+        case=case, metric="predicted_over_measured", ours=predicted_ms,
+        baseline=median(measured_ms), ratio=predicted_ms / median(measured_ms),
+        spread=(min(ratios), max(ratios)),
+    )  # fmt: skip

@@ -1,0 +1,232 @@
+"""One rank of the bench of experts: `python -m interlace.bench.moe_world JOB RESULT`.
+
+All ways of running a step take turns in one run, with the same weights and data. Their gradients
+are compared before: all of ours bit for bit, eager PyTorch's within rounding.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from interlace.bench.moe_model import MoeLlama, MoeSize, imbalance, micro_batches, set_weights
+from interlace.bench.moe_order import fixed_plan
+from interlace.bench.moe_rivals import EagerExperts, deal_experts, eager_step
+from interlace.bench.moe_strands import (
+    CALIBRATION_RATE,
+    EAGER,
+    FIXED,
+    ONE,
+    ROUTINGS,
+    TWO,
+    WAYS,
+    rate_for,
+)
+from interlace.bench.pipeline_world import LIMIT, Batch, Way, check_same, take_turns
+from interlace.config import ParallelConfig
+from interlace.errors import RunError
+from interlace.ir.graph import Kind
+from interlace.ir.plan import Plan
+from interlace.ir.timeline import Timeline, compute_ns, steady_state
+from interlace.lab.hosts import set_own_rate
+from interlace.measure.start_up import profile_strands
+from interlace.parallel.data import data_layout
+from interlace.parallel.expert import apply_expert_parallel
+from interlace.parallel.local_parts import local
+from interlace.parallel.meshes import EXPERT_AXIS, build_meshes
+from interlace.ranks.launched import follow_launcher
+from interlace.runtime.traced_strands import build_strands
+from interlace.search.planner import make_plan
+from interlace.sim.simulated_step import simulate_step
+from interlace.step import Step
+from interlace.train.step_runners import planned_step
+from interlace.train.weights import MasterWeights
+
+_PROFILED = 3
+"""Runs of the graphs whose times a plan is made from."""
+_CALIBRATED = 2
+"""Steps of one strand, behind the first, that say how long compute and all-to-all take."""
+
+
+class MoeWays:
+    """Ways of running a step, on weights of their own for eager PyTorch and for us."""
+
+    def __init__(self, size: MoeSize) -> None:
+        """Trace the model. Collective on the default group."""
+        self.size = size
+        ranks = dist.get_world_size()
+        parallel = ParallelConfig(data_replicate=ranks, expert=ranks)
+        meshes = build_meshes(parallel, "cpu")
+        assert meshes.experts is not None
+        model = MoeLlama(size)
+        set_weights(model)
+        apply_expert_parallel(model, meshes.experts[EXPERT_AXIS], meshes.counts)
+        data = data_layout(model, parallel, meshes, torch.float32)
+        self.weights = MasterWeights(model, torch.float32, data=data, meshes=meshes)
+        self.batches: list[Batch] = self._batches(ROUTINGS[0])
+        self.strands = build_strands(model, self.batches[0], meshes.axis_of_group, data=data)
+        self.plans: dict[str, Plan] = {ONE: self.strands.sequential}
+        self.steps: dict[str, Step] = {ONE: self._step(self.plans[ONE])}
+        self.eager = MoeLlama(size, EagerExperts)
+        set_weights(self.eager)
+        deal_experts(self.eager)
+
+    def use(self, routing: str) -> None:
+        """Plan for this routing and the link as it is. Collective."""
+        self.batches = self._batches(routing)
+        graphs = self.strands.op_graphs
+        self.costs = profile_strands(
+            self.strands, self.batches[0], "cpu", self._constants, repeats=_PROFILED,
+            machine="bench",
+        )  # fmt: skip
+        self.plans[TWO] = make_plan(graphs, self.costs, "merge")
+        self.plans[FIXED] = fixed_plan(graphs)
+        for name in (TWO, FIXED):
+            self.steps[name] = self._step(self.plans[name])
+
+    def _batches(self, routing: str) -> list[Batch]:
+        return micro_batches(self.size, dist.get_rank(), routing)
+
+    @property
+    def _constants(self) -> dict[tuple[str, str], Tensor]:
+        return {**self.weights.constants(), **self.weights.buffers()}
+
+    def _step(self, plan: Plan) -> Step:
+        return planned_step(self.weights, self.strands, plan, self._constants)
+
+    def recorded(self, name: str, count: int) -> list[dict[str, float]]:
+        """What was seen in so many recorded steps: means over ranks."""
+        step = self.steps[name]
+        return [_agreed(_seen(step.record(self.batches))) for _ in range(count)]
+
+    def way(self, name: str) -> Way:
+        """Runs a step that way."""
+
+        def eager(batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+            eager_step(self.eager, batches)
+            return {n: p.grad for n, p in self.eager.named_parameters() if p.grad is not None}
+
+        def planned(batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+            self.steps[name](batches)
+            masters = self.weights.masters.items()
+            return {n: local(m.grad) for n, m in masters if m.grad is not None}
+
+        return eager if name == EAGER else planned
+
+    def predicted_ns(self, name: str) -> int:
+        """The simulator's step."""
+        graphs, count = self.strands.op_graphs, len(self.batches)
+        return simulate_step(self.plans[name], graphs, self.costs, count).length_ns
+
+
+def measure_routing(ways: MoeWays, routing: str) -> dict[str, Any]:
+    """One case: steps of all ways, records of ours, and how uneven the load is."""
+    ways.use(routing)
+    size = ways.size
+    runs = {name: ways.way(name) for name in WAYS}
+    check_same(runs, ways.batches)
+    check_bits({name: run for name, run in runs.items() if name != EAGER}, ways.batches)
+    return {
+        "times": take_turns(runs, ways.batches, size.repeats),
+        "records": {name: ways.recorded(name, size.recorded) for name in ways.steps},
+        "predicted_ns": {name: ways.predicted_ns(name) for name in ways.steps},
+        "load": _load(size, ways.batches),
+    }
+
+
+def _told(case: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {median(ns) / 1e6:.0f} ms" for name, ns in case["times"].items())
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def check_bits(runs: Mapping[str, Way], batches: Sequence[Batch]) -> None:
+    """Raise RunError unless these ways give the same gradients, bit for bit."""
+    first: dict[str, Tensor] = {}
+    for name, run in runs.items():
+        found = run(batches)
+        if not first:
+            first = {weight: gradient.clone() for weight, gradient in found.items()}
+        other = [weight for weight in first if not torch.equal(found[weight], first[weight])]
+        if other:
+            raise RunError(f"{name} has other bits in the gradient of {other[:3]}")
+
+
+def _seen(timeline: Timeline) -> dict[str, float]:
+    """Of a recorded step, in ns: compute, and exchanges of experts in flight and waited for;
+    these also while two micro-batches are under way."""
+    busy, exposed = _all_to_all_ns(timeline)
+    found: dict[str, float] = {
+        "compute": compute_ns(timeline),
+        "busy": busy,
+        "exposed": exposed,
+    }
+    if steady := steady_state(timeline):
+        found["steady_busy"], found["steady_exposed"] = _all_to_all_ns(steady)
+    return found
+
+
+def _all_to_all_ns(timeline: Timeline) -> tuple[int, int]:
+    rows = [row for row in timeline.collective_rows() if row.kind == Kind.ALL_TO_ALL]
+    return sum(row.busy_ns for row in rows), sum(row.exposed_ns for row in rows)
+
+
+def _agreed(values: Mapping[str, float]) -> dict[str, float]:
+    """Their means over ranks."""
+    total = torch.tensor(list(values.values()), dtype=torch.float64)
+    dist.all_reduce(total)
+    return dict(zip(values, (total / dist.get_world_size()).tolist(), strict=True))
+
+
+def _load(size: MoeSize, batches: Sequence[Batch]) -> dict[str, float]:
+    """Largest over mean rows of a layer and micro-batch, by expert and by rank: the means over
+    layers and micro-batches."""
+    of_expert = [
+        torch.stack([layer.flatten().bincount(minlength=size.experts) for layer in ids])
+        for *_, ids in batches
+    ]
+    rows = torch.stack(of_expert).view(-1, size.experts).double()
+    dist.all_reduce(rows)
+    of_rank = rows.view(len(rows), dist.get_world_size(), -1).sum(2)
+    return {
+        "expert": sum(map(imbalance, rows)) / len(rows),
+        "rank": sum(map(imbalance, of_rank)) / len(rows),
+    }
+
+
+def main(job_path: str, result_path: str) -> int:
+    """Measure as this rank; rank 0 writes what it found."""
+    follow_launcher(os.environ)
+    torch.set_num_threads(1)
+    job: dict[str, Any] = json.loads(Path(job_path).read_text(encoding="utf-8"))
+    dist.init_process_group("gloo", timeout=LIMIT)
+    try:
+        size = MoeSize(**job)
+        ways = MoeWays(size)
+        rate = rate_for(ways.recorded(ONE, 1 + _CALIBRATED)[1:], CALIBRATION_RATE)
+        set_own_rate(rate)
+        cases = {}
+        for routing in ROUTINGS:
+            cases[routing] = measure_routing(ways, routing)
+            _say(f"{routing} on a link of {rate}: {_told(cases[routing])}")
+        found = {"rate": rate, "cases": cases}
+        if dist.get_rank() == 0:
+            Path(result_path).write_text(json.dumps(found), encoding="utf-8")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
