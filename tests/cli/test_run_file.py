@@ -69,8 +69,6 @@ def test_strands_may_be_a_number(tmp_path):
         ("[trian]\nsteps = 3", "unknown key trian", "did you mean 'train'?"),
         ("steps = 3", "unknown key steps", "did you mean train.steps or compare.steps?"),
         ("[model]\nsteps = 3", "unknown key model.steps", "train.steps or compare.steps"),
-        ("[parallel]\nexpert = 2", "unknown key parallel.expert", "is not built yet: leave"),
-        ("[parallel]\nexpert = 1", "unknown key parallel.expert", "expert parallelism is not"),
         ("train = 3", "train = 3 must be a table", "write [train]"),
         ('[train]\nsteps = "8"', "train.steps = '8' must be a whole number", "train.steps = 100"),
         ("[train]\nsteps = 8.0", "train.steps = 8.0 must be a whole number", "train.steps = 100"),
@@ -103,7 +101,6 @@ def test_mistakes_in_a_file_are_named(tmp_path, text, message, hint):
     ("key", "text", "message", "hint"),
     [
         ("train.stpes", "3", "unknown key train.stpes", "train.steps"),
-        ("parallel.expert", "2", "unknown key parallel.expert", "is not built yet"),
         ("nonsense.steps", "3", "unknown key nonsense", "known names"),
         ("train.steps", "3.5", "train.steps = '3.5' must be a whole number", "train.steps = 100"),
         ("train", "3", "train = '3' must be a table", "steps"),

@@ -98,7 +98,7 @@ def test_parity_with_transformers(case: str, balance: str, tmp_path: Path) -> No
     else:
         assert found.auxiliary_loss is None
     expected.backward()
-    loss, load, peak, over = NextTokenLoss(model, WEIGHT)(tokens, targets)
+    loss, plain, load, peak, over = NextTokenLoss(model, WEIGHT)(tokens, targets)
     loss.backward()
     assert abs(loss.item() - expected.item()) < BOUND
 
@@ -114,6 +114,8 @@ def test_parity_with_transformers(case: str, balance: str, tmp_path: Path) -> No
     assert torch.equal(load, found.load)
     assert int(load.max()) / layers <= int(peak) <= tokens.numel()
     assert int(over) == 0
+    in_training = nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+    assert abs(plain.item() - in_training.item()) < BOUND
 
 
 def test_long_positions_choose_by_length(tmp_path: Path) -> None:

@@ -30,11 +30,6 @@ _EXPECTED = {
 }
 """Types of values, in words for errors."""
 
-_NOT_BUILT = {
-    "parallel.expert": "expert parallelism",
-}
-"""Fields that people look for, and that run files had until they were found to do nothing."""
-
 _SEARCHES = ("plan.search", "compare.modes")
 """Fields that name searches, which may be written by their old words."""
 
@@ -141,8 +136,6 @@ def _present(value: Any, where: str) -> Any:
 
 def _known(key: str, prefix: str, types: Mapping[str, Any]) -> str:
     """The nearest valid name; a key written in the wrong table is sent to the right one."""
-    if what := _NOT_BUILT.get(prefix + key):
-        return f"{what} is not built yet: leave {prefix + key} out"
     homes = [f"{table}.{key}" for table, kind in _tables(RunConfig) if key in get_type_hints(kind)]
     if homes:
         return "did you mean " + " or ".join(homes) + "?"

@@ -112,7 +112,7 @@ class NextTokenLoss(nn.Module):
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor | tuple[Tensor, ...]:
         """A scalar, equal on all ranks of a tensor-parallel group, and of a model with experts
-        their load, peak and dropped choices beside it.
+        the cross-entropy alone and the load, peak and dropped choices of its experts beside it.
 
         Logits that come as a vocabulary-sharded DTensor are never gathered: the caller holds
         `parallel.tensor.loss_context`, under which softmax reduces across ranks.
@@ -122,8 +122,9 @@ class NextTokenLoss(nn.Module):
         wide = torch.promote_types(logits_SBV.dtype, torch.float32)
         loss = F.cross_entropy(logits_SBV.flatten(0, 1).to(wide), targets_BS.t().flatten())
         loss = loss.to_local() if isinstance(loss, DTensor) else loss
+        cross_entropy = loss.detach()
         if self.training and isinstance(found, RoutedLogits) and found.auxiliary_loss is not None:
             loss = loss + self.auxiliary_weight * found.auxiliary_loss
         if isinstance(found, RoutedLogits):
-            return loss, found.load, found.peak, found.dropped
+            return loss, cross_entropy, found.load, found.peak, found.dropped
         return loss

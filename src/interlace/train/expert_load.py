@@ -20,7 +20,8 @@ def load_values(session: Session, results: Sequence[tuple[Tensor, ...]]) -> dict
     experts = session.config.model.experts
     if not experts.count or not results or not results[0]:
         return {}
-    load_E, peak, dropped = (torch.stack(each).sum(0) for each in zip(*results, strict=True))
+    _, *counts = zip(*results, strict=True)
+    load_E, peak, dropped = (torch.stack(each).sum(0) for each in counts)
     total = session.total(torch.cat((load_E, peak.view(1), dropped.view(1)))).double()
     load_E, peak, dropped = total[:-2], total[-2], total[-1]
     layers = session.config.model.layers - experts.dense_layers

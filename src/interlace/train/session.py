@@ -254,7 +254,11 @@ class Session(Setup):
         runner, data = self.runner, self.weights.data
         holds_all = self.stages is None and not (data is not None and data.gathers_each)
         if not holds_all and isinstance(runner, Step):
-            return runner.executor.evaluate(batches)
+            losses, results = runner.executor.evaluate(batches), runner.results
+            if self.config.model.experts.count and self.stages is None and results[0]:
+                # The graph is that of training, whose loss has an auxiliary loss in it.
+                return [cross_entropy for cross_entropy, *_ in results]
+            return losses
         self.weights.gather()
         module = self.weights.module.eval()
         try:
