@@ -22,7 +22,12 @@ from interlace.ir.costs import (
     transfer_factor,
 )
 from interlace.measure.operands import CollectiveCall, ComputeCall
-from interlace.measure.stopwatch import back_to_back_ns, side_by_side_ns, timed_round
+from interlace.measure.stopwatch import (
+    back_to_back_ns,
+    side_by_side_ns,
+    started_beside_ns,
+    timed_round,
+)
 from interlace.ranks.small_collectives import largest, mean
 from interlace.runtime.recorder import Clock
 
@@ -107,6 +112,17 @@ def burst_ns(clock: Clock, collective: CollectiveCall) -> int:
         samples.append({"first": first, "later": median(later)})
     times = _quiet(clock, samples, fastest=("first", "later"))
     return max(0, times["later"] - times["first"])
+
+
+@torch.no_grad()
+def beside_ns(clock: Clock, other: CollectiveCall, collective: CollectiveCall) -> int:
+    """Median time of a collective that starts when another, of another lane, has just begun; the
+    fastest rank's. On one link its messages stand behind what is on its way already."""
+    samples = [
+        started_beside_ns(clock, other.starts(1)[0], collective.starts(1)[0])
+        for _ in range(FEWEST_ROUNDS)
+    ]
+    return largest({"ns": median(samples)}, smallest={"ns"}, group=clock.group)["ns"]
 
 
 @torch.no_grad()

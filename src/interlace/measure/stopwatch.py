@@ -80,6 +80,18 @@ def back_to_back_ns(clock: Clock, starts: Sequence[Start]) -> list[int]:
     return [end - begin for begin, end in pairwise(times)]
 
 
+def started_beside_ns(clock: Clock, first: Start, second: Start) -> int:
+    """Time of a collective that starts when another has just begun."""
+    clock = clock.restarted()
+    _meet(clock)
+    other = first()
+    begin = clock.now()
+    second().work.wait()
+    end = clock.now()
+    other.work.wait()
+    return clock.nanoseconds(end) - clock.nanoseconds(begin)
+
+
 def side_by_side_ns(clock: Clock, first: Callable[[], Any], second: Callable[[], Any]) -> int:
     """Time until both are over: in two threads on a CPU, on two streams on CUDA."""
     clock = clock.restarted()
