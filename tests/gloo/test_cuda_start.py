@@ -135,7 +135,7 @@ def refusal(uuids: list[str], local_ranks: list[str], algorithms: str) -> list[s
         except InputError as error:
             return [error.message, error.hint]
         mesh = init_device_mesh("cpu", (2,))
-        limit_waits([mesh])
+        limit_waits(mesh.get_all_groups())
         backend = mesh.get_group()._get_backend(torch.device("cpu"))
         assert backend.options._timeout == NCCL_TIMEOUT
     return []

@@ -70,6 +70,13 @@ class Meshes:
     """In a pipeline, whose stages have meshes of their own."""
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups in which this rank exchanges something of the model."""
+        meshes = [mesh for mesh in (self.layout, self.weights, self.experts) if mesh is not None]
+        own = [self.counts] if self.counts is not None else []
+        return [group for mesh in meshes for group in mesh.get_all_groups()] + own
+
+    @property
     def tensor(self) -> DeviceMesh:
         """The ranks that share each layer with this one."""
         return self.weights[TENSOR_AXIS]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
 from torch.utils import deterministic
 
 from interlace.config import RunConfig
@@ -89,11 +89,10 @@ def check_device(config: RunConfig, device: torch.device) -> None:
         )
 
 
-def limit_waits(meshes: Iterable[DeviceMesh]) -> None:
-    """Collectives on the meshes' groups fail after `NCCL_TIMEOUT`, where they go through NCCL."""
-    for mesh in meshes if uses_nccl() else ():
-        for group in mesh.get_all_groups():
-            set_group_timeout(NCCL_TIMEOUT, group)
+def limit_waits(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Collectives of these groups fail after `NCCL_TIMEOUT`, where they go through NCCL."""
+    for group in groups if uses_nccl() else ():
+        set_group_timeout(NCCL_TIMEOUT, group)
 
 
 def _refuse_shared(uuid: str) -> None:

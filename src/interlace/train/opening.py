@@ -104,7 +104,7 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     )
     vocab_size = vocabulary(config, dataset.vocab_size)
     meshes = build_meshes(config.parallel, device.type, stages_of(asked))
-    limit_waits((meshes.layout, meshes.weights))
+    limit_waits(meshes.groups)
     torch.manual_seed(config.train.seed)
     module = build_module(config, meshes, vocab_size, device)
     drawn = random_state(device)
