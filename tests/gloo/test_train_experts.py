@@ -4,8 +4,12 @@ rounding, checkpoints that go on with another number of ranks, and what is said 
 from typing import Any
 
 import pytest
+import torch
 from checkpoint_runs import Runs
 
+from interlace.checkpoint.manifest import BUFFERS
+from interlace.checkpoint.tensor_files import CheckpointReader, whole_tensor
+from interlace.checkpoint.to_hugging_face import sound_manifest
 from interlace.report.build import build_report
 
 STEPS, SAVED = 4, 2
@@ -53,6 +57,13 @@ def numbers(runs: Runs, out: str) -> list[float]:
     return [*steps, *(event["loss"] for event in runs.events(out, "evaluate"))]
 
 
+def biases(runs: Runs, out: str) -> dict[str, torch.Tensor]:
+    """Those of routers, in the last checkpoint of a run."""
+    reader = CheckpointReader(runs.checkpoint(out, STEPS))
+    names = sound_manifest(runs.checkpoint(out, STEPS)).tensors
+    return {name: whole_tensor(reader, name) for name in names if name.startswith(BUFFERS)}
+
+
 def test_losses_and_norms_are_those_of_one_rank(runs: Runs) -> None:
     """ZeRO-3 over the ranks of the experts; and two replicas of two, with tensor parallelism."""
     runs.train("four", 4, **FOUR)
@@ -86,12 +97,53 @@ def test_the_load_of_experts_is_written_and_drawn(runs: Runs) -> None:
     assert "no choice was dropped" in page
 
 
+def test_biases_of_routers_move_with_the_load_of_all_ranks(runs: Runs) -> None:
+    """One rank and two end with the same biases, and so does a run that a checkpoint interrupted:
+    each has moved by the speed in every step, up or down."""
+    biased = {
+        "model__experts__router": "sigmoid",
+        "model__experts__balance": "bias",
+        "model__experts__bias_speed": 0.001,
+    }
+    runs.train("biased-one", 1, **ONE | biased)
+    runs.train("biased-two", 2, **TWO | biased)
+    source = runs.checkpoint("biased-two", SAVED)
+    runs.train("biased-on", 2, **TWO | biased | {"checkpoint__resume": source})
+    assert runs.losses("biased-two") == pytest.approx(runs.losses("biased-one"), rel=1e-5)
+    assert runs.losses("biased-on") == pytest.approx(runs.losses("biased-one")[SAVED:], rel=1e-5)
+    wanted = biases(runs, "biased-one")
+    assert len(wanted) == 2
+    for tensors in (biases(runs, "biased-two"), biases(runs, "biased-on")):
+        assert tensors.keys() == wanted.keys()
+        for name, bias in wanted.items():
+            assert torch.equal(tensors[name], bias)
+    moved = torch.stack(list(wanted.values())) / 0.001
+    assert torch.allclose(moved, moved.round(), atol=1e-3)
+    assert 2 <= moved.abs().max().round() <= STEPS
+
+
 def test_what_does_not_go_together_is_refused_with_its_numbers(runs: Runs) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"parallel__data_shard": 3, "parallel__expert": 3}, "count = 4 experts cannot be dealt"),
         ({"parallel__expert": 2}, "does not fit into the 1 ranks"),
-        ({"parallel__pipeline": 2, "parallel__data_shard": 2, "parallel__expert": 2}, "stage"),
-        ({"model__experts__balance": "bias", "model__experts__router": "sigmoid"}, "biases"),
+        (
+            {
+                "strands": "2",
+                "parallel__pipeline": 2,
+                "parallel__data_shard": 2,
+                "parallel__expert": 2,
+            },
+            "stage",
+        ),
+        (
+            {
+                "model__experts__balance": "bias",
+                "model__experts__router": "sigmoid",
+                "strands": "2",
+                "parallel__pipeline": 2,
+            },
+            "known on one stage only",
+        ),
     ]
     for number, (settings, said) in enumerate(wrong):
         result = runs.train(f"wrong{number}", 1, **COMMON | settings)[0]

@@ -15,7 +15,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 """Name of the file that says what is in a checkpoint."""
-WEIGHTS, OPTIMIZER, RNG = "weights.", "optimizer.", "rng."
+WEIGHTS, OPTIMIZER, RNG, BUFFERS = "weights.", "optimizer.", "rng.", "buffers."
 """What the names of the tensors of a run begin with."""
 FORMAT = 1
 """Version of the manifest; raise it when readers of the last one would misread it."""

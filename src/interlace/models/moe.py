@@ -57,6 +57,8 @@ class RoutedLogits(NamedTuple):
     """The most tokens that chose one expert of one layer, a scalar."""
     dropped: Tensor
     """Choices over the capacity of their expert, in all layers together, a scalar."""
+    by_layer: Tensor | None
+    """The load of each layer, [L, E], by which biases move; None unless they balance."""
 
 
 class Routed(NamedTuple):
@@ -159,6 +161,7 @@ class MixtureOfExperts(nn.Module):
         load_E = torch.zeros(count, dtype=torch.int64, device=tokens_BS.device)
         peak, over, layers = load_E.sum(), load_E.sum(), 0
         probability_E: Tensor | None = None
+        loads: list[Tensor] = []
         for block in self.blocks:
             found = block(x_SBD)
             if not isinstance(found, Routed):
@@ -166,6 +169,8 @@ class MixtureOfExperts(nn.Module):
                 continue
             x_SBD, layers = found.x, layers + 1
             load_E = load_E + found.load
+            if self.experts.balance == "bias":
+                loads.append(found.load)
             peak = torch.maximum(peak, found.load.max())
             over = over + dropped(found.load, limit)
             if found.probability is not None:
@@ -174,7 +179,8 @@ class MixtureOfExperts(nn.Module):
         loss = None
         if probability_E is not None:
             loss = auxiliary_loss(load_E, probability_E, layers * tokens_BS.numel())
-        return RoutedLogits(self.head(self.norm(x_SBD)), loss, load_E, peak, over)
+        by_layer = torch.stack(loads) if loads else None
+        return RoutedLogits(self.head(self.norm(x_SBD)), loss, load_E, peak, over, by_layer)
 
 
 def _norm(config: ModelConfig) -> nn.Module:

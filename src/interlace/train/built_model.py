@@ -112,7 +112,8 @@ class NextTokenLoss(nn.Module):
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor | tuple[Tensor, ...]:
         """A scalar, equal on all ranks of a tensor-parallel group, and of a model with experts
-        the cross-entropy alone and the load, peak and dropped choices of its experts beside it.
+        the cross-entropy alone, then the load, peak and dropped choices of its experts, and
+        the load by layer where biases balance it.
 
         Logits that come as a vocabulary-sharded DTensor are never gathered: the caller holds
         `parallel.tensor.loss_context`, under which softmax reduces across ranks.
@@ -126,5 +127,6 @@ class NextTokenLoss(nn.Module):
         if self.training and isinstance(found, RoutedLogits) and found.auxiliary_loss is not None:
             loss = loss + self.auxiliary_weight * found.auxiliary_loss
         if isinstance(found, RoutedLogits):
-            return loss, cross_entropy, found.load, found.peak, found.dropped
+            results = (loss, cross_entropy, found.load, found.peak, found.dropped)
+            return results if found.by_layer is None else (*results, found.by_layer)
         return loss

@@ -53,6 +53,8 @@ class FullyShardedRunner:
         """Forward and backward of each micro-batch in turn; gradients are reduced as often as the
         layout says."""
         twin: Any = self.twin
+        for own, source in zip(twin.buffers(), self.weights.module.buffers(), strict=True):
+            own.copy_(source)
         self.losses, self.results = [], []
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -34,7 +34,7 @@ from interlace.text import bits_per_byte, in_bits
 from interlace.train.checkpointer import Checkpointer
 from interlace.train.compare import compare
 from interlace.train.environment import describe_environment
-from interlace.train.expert_load import load_values
+from interlace.train.expert_load import load_values, move_biases
 from interlace.train.fallback import Trial
 from interlace.train.metrics import MetricsWriter, step_line
 from interlace.train.model_flops import flops_per_token
@@ -147,6 +147,7 @@ class Trainer:
         rate = session.optimizer.param_groups[0]["lr"]
         loss = session.mean(torch.stack(runner.losses).mean())
         norm = self._update(step, loss)
+        move_biases(session, runner.results)
         step_ns = time.perf_counter_ns() - began
         sharing = config.parallel.data_replicate * config.parallel.data_shard
         tokens = len(batches) * batches[0][0].numel() * sharing * config.parallel.context

@@ -1,8 +1,9 @@
 """What a checkpoint holds of a session, and how a session takes it up again.
 
-Tensors, by name: `weights.NAME` (float32 masters), `optimizer.NAME.KEY`, `rng.RANK.cpu` and
-`rng.RANK.cuda`. Plain values: data position, ranks, vocabulary, versions. What follows from
-these (compute weights, learning rates, micro-batches) is not stored.
+Tensors, by name: `weights.NAME` (float32 masters), `optimizer.NAME.KEY`, `buffers.NAME` (biases of
+routers that steps move), `rng.RANK.cpu` and `rng.RANK.cuda`. Plain values: data position, ranks,
+vocabulary, versions. What follows from these (compute weights, learning rates, micro-batches) is
+not stored.
 """
 
 from pathlib import Path
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 
 import interlace
 from interlace.checkpoint.folders import Damaged
-from interlace.checkpoint.manifest import OPTIMIZER, RNG, WEIGHTS, Manifest, SavedTensor
+from interlace.checkpoint.manifest import BUFFERS, OPTIMIZER, RNG, WEIGHTS, Manifest, SavedTensor
 from interlace.checkpoint.request import check_model
 from interlace.checkpoint.tensor_files import DTYPES, CheckpointReader, load_tensors
 from interlace.data.batches import Batches
 from interlace.errors import InputError
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import PIPELINE_AXIS
+from interlace.train.expert_load import router_biases
 from interlace.train.optimizer import set_step
 from interlace.train.session import Session, vocabulary
 
@@ -33,7 +35,7 @@ def state_tensors(session: Session) -> dict[str, Tensor]:
         for key, value in session.optimizer.state.get(master, {}).items():
             assert isinstance(value, Tensor), f"{key} of {name}"
             found[f"{OPTIMIZER}{name}.{key}"] = value
-    return found | _generators(session, session.rank)
+    return found | _biases(session) | _generators(session, session.rank)
 
 
 def plain_state(session: Session, batches: Batches) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def restore(session: Session, folder: Path, manifest: Manifest, batches: Batches
     masters = session.weights.masters
     optimizer: dict[str, dict[str, Tensor]] = {name: {} for name in masters}
     tensors: dict[str, Tensor] = {WEIGHTS + name: each.detach() for name, each in masters.items()}
+    tensors |= _biases(session)
     for saved_name, saved in manifest.tensors.items():
         name, _, key = saved_name.removeprefix(OPTIMIZER).rpartition(".")
         if saved_name.startswith(OPTIMIZER) and name in masters:
@@ -115,6 +118,12 @@ def _fresh(master: nn.Parameter, saved: SavedTensor, optimizer: torch.optim.Opti
     # As torch.optim makes it: the step counter is on the device only for fused kernels.
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     return torch.zeros(saved.shape, dtype=dtype, device=local(master).device if on_device else None)
+
+
+def _biases(session: Session) -> dict[str, Tensor]:
+    """Those of routers that steps move, alike on all ranks."""
+    found = router_biases(session.weights.module)
+    return {BUFFERS + name: bias for name, bias in found.items()}
 
 
 def _generators(session: Session, rank: int) -> dict[str, Tensor]:
