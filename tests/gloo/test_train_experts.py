@@ -97,6 +97,13 @@ def test_the_load_of_experts_is_written_and_drawn(runs: Runs) -> None:
     assert "no choice was dropped" in page
 
 
+def test_stages_of_a_pipeline_have_layers_of_experts(runs: Runs) -> None:
+    """All experts of a layer on one rank: nothing of them crosses."""
+    stages = {"strands": "2", "parallel__pipeline": 2, "pipeline__schedule": "zb_v"}
+    runs.train("stages", 2, **ONE | stages)
+    assert numbers(runs, "stages") == pytest.approx(numbers(runs, "one"), rel=1e-5)
+
+
 def test_biases_of_routers_move_with_the_load_of_all_ranks(runs: Runs) -> None:
     """One rank and two end with the same biases, and so does a run that a checkpoint interrupted:
     each has moved by the speed in every step, up or down."""
