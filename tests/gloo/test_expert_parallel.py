@@ -281,6 +281,7 @@ def child_compiled(replicas: int) -> dict[str, Any]:
         mine = batches(dist.get_rank())
         step = compile_step(module, _call, mine[0], mesh=mesh)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        worst = step.compare(mine, repeats=1).worst
         norms = []
         for _ in range(3):
             optimizer.zero_grad()
@@ -296,7 +297,7 @@ def child_compiled(replicas: int) -> dict[str, Any]:
                 want = want.chunk(ranks // replicas)[mesh.get_local_rank("ep")]
             off = max(off, float((parameter.detach() - want).abs().max() / want.abs().max()))
         dist.barrier()
-    return {"norms": norms, "wanted": wanted, "off": off}
+    return {"norms": norms, "wanted": wanted, "off": off, "worst": worst}
 
 
 def _trained(ranks: int) -> tuple[list[float], MixtureLoss]:
@@ -320,6 +321,7 @@ def test_compile_step_trains_dealt_experts(ranks: int, replicas: int) -> None:
         found = result.value
         assert found["norms"] == pytest.approx(found["wanted"], rel=BOUND)
         assert found["off"] < BOUND, found
+        assert found["worst"] < BOUND, found
 
 
 def test_groups_of_experts_are_ranks_in_a_row() -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -153,13 +153,21 @@ def _eager(chunk: nn.Module, batches: Sequence[Batch], data: DataLayout | None) 
             loss = given[0] if isinstance(given, tuple) else given
             loss.backward(torch.full_like(loss, 1 / (len(batches) * ranks)))
             losses.append(loss.detach())
-    if ranks > 1 and data is not None:
-        for parameter in chunk.parameters():
-            if parameter.grad is not None:
-                own = local(parameter.grad)
-                total = _functional.all_reduce(own, "sum", data.replicate.group)
-                own.copy_(_functional.wait_tensor(total))
+    if data is not None:
+        _add_up(dict(chunk.named_parameters(remove_duplicate=False)), data)
     return losses
+
+
+def _add_up(parameters: Mapping[str, nn.Parameter], data: DataLayout) -> None:
+    """Sum gradients over the ranks that hold the same weights."""
+    for bucket in data.buckets:
+        for weight in bucket.weights:
+            if (gradient := parameters[weight.name].grad) is None:
+                continue
+            own = local(gradient)
+            for axis in bucket.axes:
+                total = _functional.all_reduce(own, "sum", axis.group)
+                own.copy_(_functional.wait_tensor(total))
 
 
 def _gradients(chunk: nn.Module) -> dict[str, Tensor]:
