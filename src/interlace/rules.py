@@ -269,10 +269,10 @@ def _check_experts(config: RunConfig) -> None:
             f"model.experts.count = {model.experts.count} experts cannot be dealt to {given} ranks",
             hint="set parallel.expert to a divisor of the number of experts",
         )
-    _check_expert(parallel)
+    _check_expert_ranks(parallel)
 
 
-def _check_expert(parallel: ParallelConfig) -> None:
+def _check_expert_ranks(parallel: ParallelConfig) -> None:
     """Ranks of `ep` are in a row among those that see other tokens, replica by replica."""
     if parallel.expert == 1 or parallel.data_shard == -1:
         return
@@ -383,7 +383,7 @@ def resolve_layout(config: RunConfig, world_size: int) -> RunConfig:
             hint=f"start {world_of(parallel)} ranks (--nproc {world_of(parallel)}), or change a "
             f"degree so that the product is {world_size}",
         )
-    _check_expert(parallel)
+    _check_expert_ranks(parallel)
     return replace(config, parallel=parallel)
 
 

@@ -7,8 +7,10 @@ experts, which leaves others, or all experts of a rank, without any.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from interlace.models.experts import Experts
+from interlace.train.weights import MasterWeights
 
 EXPERTS, PER_TOKEN = 4, 2
 ROUTINGS = {
@@ -85,3 +87,23 @@ class MixtureLoss(nn.Module):
             x_SBD = x_SBD + torch.tanh(mixed(norm(x_SBD)))
             x_SBD = x_SBD + block(x_SBD)
         return F.cross_entropy(self.head(x_SBD).flatten(0, 1), targets_BS.t().flatten())
+
+
+def gradients_of(weights: MasterWeights) -> dict[str, Tensor]:
+    """Whole copies of the masters' gradients, by name. Collective."""
+    found = {}
+    for name, master in weights.masters.items():
+        gradient = master.grad
+        assert gradient is not None
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        found[name] = whole.detach().clone()
+    return found
+
+
+def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The largest difference of a gradient, relative to the largest element of its parameter's."""
+    assert found.keys() == wanted.keys()
+    return max(
+        float((found[name] - want).abs().max() / want.abs().max().clamp(min=1e-30))
+        for name, want in wanted.items()
+    )

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mixture_models import furthest, gradients_of
 from processes import gloo_group, run_ranks
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from interlace.config import ParallelConfig, RunConfig
 from interlace.graphs.recompute import RecomputePolicy
@@ -73,22 +73,6 @@ def _own(meshes: Meshes, config: ParallelConfig) -> list[Batch]:
     return [(tokens[:, place], targets[:, place]) for tokens, targets in mine]
 
 
-def _gradients(weights: MasterWeights) -> dict[str, Tensor]:
-    found = {}
-    for name, master in weights.masters.items():
-        gradient = master.grad
-        assert gradient is not None
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        found[name] = whole.detach().clone()
-    return found
-
-
-def _furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    assert found.keys() == wanted.keys()
-    errors = [(found[n] - want).abs().max() / want.abs().max() for n, want in wanted.items()]
-    return float(torch.stack(errors).max())
-
-
 def _reference(kind: str, data_ranks: int) -> dict[str, Tensor]:
     torch.manual_seed(3)
     model = model_file("moe").build(model_of(kind), VOCABULARY, SEQUENCE)
@@ -126,15 +110,15 @@ def _case(layout: Layout, kind: str, groups: dict[str, str]) -> dict[str, Any]:
     for each in (strands.sequential, plan):
         step = planned_step(weights, strands, each, constants)
         step(mine)
-        found.append(([loss.clone() for loss in step.losses], _gradients(weights)))
+        found.append(([loss.clone() for loss in step.losses], gradients_of(weights)))
     (losses, one), (others, two) = found
     EagerRunner(weights, meshes)(mine)
     wanted = _reference(kind, meshes.data_ranks)
     return {
         "bits": all(map(torch.equal, losses, others))
         and all(map(torch.equal, one.values(), two.values())),
-        "strands": _furthest(one, wanted),
-        "eager": _furthest(_gradients(weights), wanted),
+        "strands": furthest(one, wanted),
+        "eager": furthest(gradients_of(weights), wanted),
     }
 
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mixture_models import EXPERTS, ROUTINGS, MixtureLoss
+from mixture_models import EXPERTS, ROUTINGS, MixtureLoss, furthest, gradients_of
 from processes import gloo_group, run_ranks
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from interlace.api import clip_grad_norm_, compile_step
 from interlace.config import ParallelConfig, Recompute, RunConfig, world_of
@@ -74,19 +73,9 @@ def _seen(meshes: Meshes) -> list[Batch]:
     return batches(meshes.data_rank * meshes.context.size() + meshes.context.get_local_rank())
 
 
-def _gradients(weights: MasterWeights) -> dict[str, Tensor]:
-    found = {}
-    for name, master in weights.masters.items():
-        gradient = master.grad
-        assert gradient is not None
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        found[name] = whole.detach().clone()
-    return found
-
-
 def _ran(runner: Step | EagerRunner, weights: MasterWeights, mine: list[Batch]) -> list[Tensor]:
     runner(mine)
-    return [*(loss.detach().clone() for loss in runner.losses), *_gradients(weights).values()]
+    return [*(loss.detach().clone() for loss in runner.losses), *gradients_of(weights).values()]
 
 
 def _reference(routing: str, ranks: int) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
@@ -133,18 +122,10 @@ def _case(layout: Layout, recompute: Recompute, routing: str) -> dict[str, Any]:
     names = list(weights.masters)
     return {
         "loss": max(float(abs(a - b)) for a, b in zip(losses[place], one, strict=False)),
-        "one": _furthest(dict(zip(names, one[MICRO_BATCHES:], strict=True)), wanted),
-        "eager": _furthest(dict(zip(names, eager[MICRO_BATCHES:], strict=True)), wanted),
+        "one": furthest(dict(zip(names, one[MICRO_BATCHES:], strict=True)), wanted),
+        "eager": furthest(dict(zip(names, eager[MICRO_BATCHES:], strict=True)), wanted),
         "bits": bits,
     }
-
-
-def _furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    assert found.keys() == wanted.keys()
-    return max(
-        float((found[name] - want).abs().max() / want.abs().max().clamp(min=1e-30))
-        for name, want in wanted.items()
-    )
 
 
 def _routings(number: int) -> list[str]:
@@ -249,6 +230,13 @@ def child_refused() -> list[str]:
             with pytest.raises(InputError) as refused:
                 compile_step(dealt, _call, batches(0)[0], mesh=mesh)
             said.append(str(refused.value))
+        stages = [
+            DeviceMesh("cpu", [0], mesh_dim_names=("ep",)),
+            DeviceMesh("cpu", [1, 2], mesh_dim_names=("ep",)),
+        ]
+        with pytest.raises(InputError) as refused:
+            compile_step(dealt, _call, batches(0)[0], stages=stages, schedule="one_f_one_b")
+        said.append(str(refused.value))
         dist.barrier()  # a rank that leaves takes the store with it
     return said
 
@@ -258,6 +246,7 @@ def test_experts_that_ranks_do_not_divide_are_refused() -> None:
     assert f"the {EXPERTS} experts of blocks.0.experts" in said[0]
     assert "parallel.expert = 3" in said[0]
     assert "Linear has no experts" in said[1]
+    assert "one of 3 ranks, and stages are given" in said.pop()
     for each, axes in zip(said[2:], ("no axes", "dp_replicate"), strict=True):
         assert (
             f"one of 3 ranks, which are not the axis ep of the mesh of compile_step ({axes}" in each

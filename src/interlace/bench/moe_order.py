@@ -14,14 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interlace.errors import InputError
+from interlace.experts import between_ranks
 from interlace.ir.actions import Direction, Strand
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph, whole_graph
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.schedules.finder import find
 
-EXCHANGE = "interlace.expert_exchange.default"
-"""The operator that moves rows to experts, and back."""
+EXCHANGE = str(between_ranks.EXCHANGE)
+"""The operator that moves rows to experts, and back, as graphs name it."""
 _FORWARD, _BACKWARD = (Strand(direction).graph for direction in Direction)
 
 

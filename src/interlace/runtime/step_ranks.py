@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from interlace.config import OverlapConfig
 from interlace.errors import InputError
 from interlace.parallel.data import DataLayout
+from interlace.parallel.expert import dealt_parameters
 from interlace.ranks.agree import refused_together
 from interlace.runtime.laid_out_link import LaidOutLink
 from interlace.runtime.mesh_axes import expert_group, pipeline_of, replica_group, replicas_of
@@ -65,8 +66,17 @@ class StepRanks:
         return None if group is None else (dist.get_world_size(group), dist.get_rank(group))
 
     def data(self, module: nn.Module, dtype: torch.dtype) -> DataLayout | None:
-        """How graphs sum gradients over replicas; in a pipeline they do not."""
-        return None if self.apart is not None else replicas_of(module, self.mesh, dtype)
+        """How graphs sum gradients over replicas; in a pipeline they do not. Raises InputError for
+        experts that are dealt to the ranks of a stage with a mesh of its own."""
+        if self.apart is None:
+            return replicas_of(module, self.mesh, dtype)
+        if dealt := dealt_parameters(module):
+            name, ranks = next(iter(dealt.items()))
+            raise InputError(
+                f"{name!r} holds the experts of one of {ranks} ranks, and stages are given",
+                hint="leave all experts on every rank of a stage, or train without a pipeline",
+            )
+        return None
 
     def has_replicas(self, module: nn.Module) -> bool:
         """Whether gradients are averaged over ranks that hold equal weights."""
