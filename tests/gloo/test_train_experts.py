@@ -9,7 +9,7 @@ from checkpoint_runs import Runs
 
 from interlace.checkpoint.manifest import BUFFERS
 from interlace.checkpoint.tensor_files import CheckpointReader, whole_tensor
-from interlace.checkpoint.to_hugging_face import sound_manifest
+from interlace.checkpoint.to_hugging_face import export_checkpoint, sound_manifest
 from interlace.report.build import build_report
 
 STEPS, SAVED = 4, 2
@@ -95,6 +95,22 @@ def test_the_load_of_experts_is_written_and_drawn(runs: Runs) -> None:
     page = build_report(runs.folder / "two")[0].read_text()
     assert "Load of each expert over steps" in page
     assert "no choice was dropped" in page
+
+
+def test_a_published_checkpoint_is_dealt_to_ranks(runs: Runs) -> None:
+    """A folder of Mixtral's form, made of a run, is where one rank, two and four begin alike."""
+    folder, published = runs.checkpoint("one", STEPS), runs.folder / "published"
+    export_checkpoint(folder, sound_manifest(folder), published, torch.float32)
+    start = {"model__config": str(published), "train__steps": 2, "checkpoint__every": 0}
+    for out, ranks, settings in (
+        ("from-one", 1, ONE),
+        ("from-two", 2, TWO),
+        ("from-four", 4, FOUR),
+    ):
+        runs.train(out, ranks, **settings | start)
+    assert runs.losses("from-one")[0] < runs.losses("one")[0] - 0.1
+    for out in ("from-two", "from-four"):
+        assert numbers(runs, out) == pytest.approx(numbers(runs, "from-one"), rel=1e-5)
 
 
 def test_stages_of_a_pipeline_have_layers_of_experts(runs: Runs) -> None:

@@ -45,10 +45,13 @@ def build_module(
             "parallel.tensor to 1",
         )
     folder = Path(config.model.config)
+    loads = config.model.config and has_weights(folder) and not is_fake()
     if meshes.experts is not None:
+        if loads:  # whole, and then a rank keeps its experts
+            load_weights(model, folder)
         apply_expert_parallel(model, meshes.experts[EXPERT_AXIS], meshes.counts)
     apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
-    if config.model.config and has_weights(folder) and not is_fake():
+    if loads and meshes.experts is None:
         load_weights(model, folder)
     return NextTokenLoss(model, config.model.experts.auxiliary_weight)
 
