@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from interlace.explain.pass_graphs import PassGraph, Site
+from interlace.explain.pass_graphs import PassGraph, TracedSite
 from interlace.ir.graph import Kind, Operator, OpGraph
 
 _MOST_PARTS = 8
@@ -65,7 +65,7 @@ def most_ns(before: PassGraph) -> int:
     return found
 
 
-def _parts(site: Site) -> int:
+def _parts(site: TracedSite) -> int:
     return min(site.ranks, _MOST_PARTS)
 
 

@@ -30,7 +30,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class GpuKernel:
     """A kernel on a GPU."""
 
     name: str
@@ -66,7 +66,7 @@ class KinetoEvents:
     header: dict[str, Any] = field(default_factory=dict)
     marks: dict[str, list[Range]] = field(default_factory=dict)
     """Annotations on the host by name."""
-    kernels: list[Kernel] = field(default_factory=list)
+    kernels: list[GpuKernel] = field(default_factory=list)
     launches: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Correlation of a kernel -> when its launch began, and on which thread."""
     backwards: dict[str, list[Range]] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class KinetoEvents:
         if not communicates and (_COPY.match(name) or _NO_COMPUTE.match(name)):
             return
         kept = args if communicates else {}
-        self.kernels.append(Kernel(name, start, end, args["stream"], args["correlation"], kept))
+        self.kernels.append(GpuKernel(name, start, end, args["stream"], args["correlation"], kept))
         self.operators.clear()
 
     def _take_host(self, event: Mapping[str, Any], start: int, end: int) -> None:

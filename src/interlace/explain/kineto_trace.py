@@ -23,8 +23,8 @@ from interlace.explain.kineto_collectives import (
 from interlace.explain.kineto_events import (
     COMMUNICATION_KERNEL,
     GLOO,
+    GpuKernel,
     HostOperator,
-    Kernel,
     KinetoEvents,
     read_kineto,
 )
@@ -84,7 +84,7 @@ def _of_kernels(events: KinetoEvents) -> tuple[list[Computed], list[Communicated
     return computed, communicated
 
 
-def _communicated(kernel: Kernel, launched_ns: int, events: KinetoEvents) -> Communicated:
+def _communicated(kernel: GpuKernel, launched_ns: int, events: KinetoEvents) -> Communicated:
     group = group_of(kernel.args, events.header)
     return Communicated(
         kind=kernel_kind(kernel.name, kernel.args),

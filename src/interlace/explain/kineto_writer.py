@@ -77,21 +77,25 @@ def _trace(
 
 
 def _backwards(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """A mark around each run of backward operators."""
-    own = [s for s in timeline.spans if s.lane == COMPUTE_LANE and s.kind != WAIT and s.strand]
-    own.sort(key=lambda span: (span.start_ns, span.end_ns))
+    """A mark around each run of backward operators, from the first launch to the last."""
+    own = [s for s in timeline.spans if s.lane != COMPUTE_LANE or s.kind != WAIT]
+    own.sort(key=_launch_ns)
     for strand, members in groupby(own, key=lambda span: span.strand):
-        spans = list(members)
+        launches = [_launch_ns(span) for span in members]
         if strand == BACKWARD:
             name = "autograd::engine::evaluate_function: backward"
-            yield _event("cpu_op", name, spans[0].start_ns, spans[-1].end_ns, _HOST, {})
+            yield _event("cpu_op", name, launches[0], launches[-1] + 1, _HOST, {})
+
+
+def _launch_ns(span: Span) -> int:
+    return span.start_ns if span.lane == COMPUTE_LANE else span.issue_ns
 
 
 def _launched(
     span: Span, stream: int, number: int, degrees: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
     """The call that launches a kernel, and the kernel."""
-    issued = span.start_ns if span.lane == COMPUTE_LANE else span.issue_ns
+    issued = _launch_ns(span)
     args: dict[str, Any] = {"correlation": number}
     yield _event("cuda_runtime", "cudaLaunchKernel", issued, issued + 1, _HOST, args)
     name = f"{span.kind} {span.name}"

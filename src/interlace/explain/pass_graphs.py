@@ -39,7 +39,7 @@ _DATA_PARALLEL = re.compile(r"dp|data|fsdp|shard|replica|zero|ddp", re.IGNORECAS
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class TracedSite:
     """A collective beside a matmul, which decomposition could hide in it."""
 
     collective: str
@@ -56,7 +56,7 @@ class PassGraph:
 
     graph: OpGraph
     solo_ns: Mapping[str, int]
-    sites: tuple[Site, ...]
+    sites: tuple[TracedSite, ...]
 
 
 def busy_times(trace: RankTrace, step: int) -> dict[int, int]:
@@ -167,8 +167,8 @@ class _Builder:
                 return i
         return len(self.kernels)
 
-    def _sites(self) -> list[Site]:
-        found: list[Site] = []
+    def _sites(self) -> list[TracedSite]:
+        found: list[TracedSite] = []
         taken: set[int] = set()
         for i, each in enumerate(self.talk):
             gathers = each.kind == Kind.ALL_GATHER
@@ -182,7 +182,7 @@ class _Builder:
                 continue
             taken |= set(range(piece[0], piece[1] + 1))
             self.joined[piece[0]] = piece[1]
-            found.append(Site(f"c{i}", str(piece[0]), gathers, each.group_size, exposed))
+            found.append(TracedSite(f"c{i}", str(piece[0]), gathers, each.group_size, exposed))
         return found
 
     def _beside(self, kernel: int, way: int) -> tuple[int, int] | None:

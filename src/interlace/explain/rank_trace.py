@@ -17,7 +17,7 @@ class Pass(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepPlace:
     """Where in a step something was launched."""
 
     step: int = 0
@@ -36,7 +36,7 @@ class Computed:
     end_ns: int
     launched_ns: int
     """When the host asked for it; on a CPU its start."""
-    place: Place = Place()
+    place: StepPlace = StepPlace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Communicated:
     start_ns: int
     end_ns: int
     launched_ns: int
-    place: Place = Place()
+    place: StepPlace = StepPlace()
 
     @property
     def duration_ns(self) -> int:
@@ -68,7 +68,7 @@ class Communicated:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MarkedStep:
     """One marked training step on the host's clock."""
 
     name: str
@@ -90,7 +90,7 @@ class RankTrace:
     """File that it was read from."""
     device: str
     """`GPU` or `CPU`."""
-    steps: tuple[Step, ...]
+    steps: tuple[MarkedStep, ...]
     computed: tuple[Computed, ...]
     communicated: tuple[Communicated, ...]
     left_out: str = ""

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from interlace import run_files
 from interlace.errors import InputError
-from interlace.explain.rank_trace import Communicated, Computed, Pass, Place, RankTrace, Step
+from interlace.explain.rank_trace import (
+    Communicated,
+    Computed,
+    MarkedStep,
+    Pass,
+    RankTrace,
+    StepPlace,
+)
 from interlace.ir import store
 from interlace.ir.graph import COLLECTIVES, COMPUTE_LANE
 from interlace.ir.timeline import BACKWARD, WAIT, Span, Timeline
@@ -105,14 +112,14 @@ def _trace(timeline: Timeline, rank: int, source: str, degrees: dict[str, int]) 
         rank=rank,
         source=source,
         device="run",
-        steps=(Step(f"recorded step, mode {timeline.label}", 0, timeline.length_ns),),
+        steps=(MarkedStep(f"recorded step, mode {timeline.label}", 0, timeline.length_ns),),
         computed=tuple(sorted(computed, key=lambda each: (each.start_ns, each.end_ns))),
         communicated=tuple(sorted(communicated, key=lambda each: (each.start_ns, each.end_ns))),
     )
 
 
-def _place(span: Span) -> Place:
+def _place(span: Span) -> StepPlace:
     if not span.strand:
-        return Place(0, Pass.END)
+        return StepPlace(0, Pass.END)
     part = Pass.BACKWARD if span.strand == BACKWARD else Pass.FORWARD
-    return Place(0, part, max(1, span.micro_batch))
+    return StepPlace(0, part, max(1, span.micro_batch))

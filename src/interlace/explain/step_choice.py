@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from interlace.errors import InputError
 from interlace.explain.kineto_events import Range
-from interlace.explain.rank_trace import Step
+from interlace.explain.rank_trace import MarkedStep
 
 MARK = "ProfilerStep"
 """Name of the annotations that torch.profiler writes for each `prof.step()`, before a number."""
@@ -51,10 +51,10 @@ class StepChoice:
 class ChosenSteps:
     """All marked steps of one file, and which of them count."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[MarkedStep, ...]
     left_out: str
     """What was left out and why; empty if nothing was."""
-    marked: tuple[Step, ...]
+    marked: tuple[MarkedStep, ...]
     """All marked steps in order, so that what was launched in each can be told."""
 
 
@@ -68,7 +68,7 @@ def choose_steps(
     """
     if choice.between_ms:
         start, end = (first_ns + round(each * _MS) for each in choice.between_ms)
-        step = Step(f"{choice.between_ms[0]:g} to {choice.between_ms[1]:g} ms", start, end)
+        step = MarkedStep(f"{choice.between_ms[0]:g} to {choice.between_ms[1]:g} ms", start, end)
         return ChosenSteps((step,), "", (step,))
     marked = _marked(marks, choice.mark)
     if not marked:
@@ -88,7 +88,7 @@ def choose_steps(
     return ChosenSteps(marked[:-1], reason, marked)
 
 
-def _marked(marks: Mapping[str, Sequence[Range]], mark: str) -> tuple[Step, ...]:
+def _marked(marks: Mapping[str, Sequence[Range]], mark: str) -> tuple[MarkedStep, ...]:
     found: list[tuple[int, str, int]] = []
     for name, ranges in marks.items():
         if name == mark or re.fullmatch(re.escape(mark) + r"\s*#\s*\d+", name):
@@ -96,7 +96,7 @@ def _marked(marks: Mapping[str, Sequence[Range]], mark: str) -> tuple[Step, ...]
     found.sort()
     numbered = len({name for _, name, _ in found}) == len(found)
     steps = [
-        Step(name if numbered else f"{name}#{index}", start, end)
+        MarkedStep(name if numbered else f"{name}#{index}", start, end)
         for index, (start, name, end) in enumerate(found)
     ]
     return tuple(steps)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from interlace.explain import interval_sets as sets
 from interlace.explain.interval_sets import Interval
-from interlace.explain.rank_trace import Communicated, Computed, Pass, Place
+from interlace.explain.rank_trace import Communicated, Computed, Pass, StepPlace
 from interlace.explain.step_choice import ChosenSteps
 
 
@@ -84,22 +84,22 @@ class _Parts:
         inside = [_holds(backward, each.launched_ns) for each in ordered]
         last = max((i for i, is_inside in enumerate(inside) if is_inside), default=-1)
         self.launched = [each.launched_ns for each in ordered]
-        self.places: list[Place] = []
+        self.places: list[StepPlace] = []
         micro_batch, before = 1, False
         for i, is_inside in enumerate(inside):
             if last < 0:
-                self.places.append(Place(step))
+                self.places.append(StepPlace(step))
             elif i > last:
-                self.places.append(Place(step, Pass.END))
+                self.places.append(StepPlace(step, Pass.END))
             else:
                 micro_batch += before and not is_inside
                 before = is_inside
                 part = Pass.BACKWARD if is_inside else Pass.FORWARD
-                self.places.append(Place(step, part, micro_batch))
+                self.places.append(StepPlace(step, part, micro_batch))
         self.computed = [replace(e, place=p) for e, p in zip(ordered, self.places, strict=True)]
         self.step = step
 
-    def place(self, each: Communicated, backward: Sequence[Interval]) -> Place:
+    def place(self, each: Communicated, backward: Sequence[Interval]) -> StepPlace:
         """Of a collective: backward if launched inside of it. Else that of the compute launched
         before it, and between a backward and a forward that of the forward."""
         at = bisect_right(self.launched, each.launched_ns)
@@ -107,15 +107,15 @@ class _Parts:
         after = self.places[at] if at < len(self.places) else None
         nearest = before or after
         if nearest is None or nearest.part == Pass.UNKNOWN:
-            return Place(self.step)
+            return StepPlace(self.step)
         if _holds(backward, each.launched_ns):
             backwards = [p for p in (before, after) if p is not None and p.part == Pass.BACKWARD]
             micro_batch = backwards[0].micro_batch if backwards else nearest.micro_batch
-            return Place(self.step, Pass.BACKWARD, micro_batch)
+            return StepPlace(self.step, Pass.BACKWARD, micro_batch)
         if before is not None and before.part == Pass.BACKWARD:
             if after is not None and after.part == Pass.FORWARD:
                 return after
-            return Place(self.step, Pass.END)
+            return StepPlace(self.step, Pass.END)
         return nearest
 
 
