@@ -36,6 +36,7 @@ NOT_RUN = {
         "shows an error",
     ],
     "docs/concepts/searched-schedules.md": ["needs several processes"],
+    "docs/guides/explain.md": ["needs two processes"],
     "docs/guides/images.md": ["needs four processes"],
     "docs/guides/lab.md": ["needs root"],
     "docs/guides/models.md": ["needs the weights of a model of 8 billion parameters"],

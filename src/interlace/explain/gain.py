@@ -64,7 +64,7 @@ class Gains:
 
     rank: int
     step: str
-    """Name of the step: that of median length."""
+    """Name of the step: that of median length, the shorter of two."""
     traced_micro_batches: int
     """0 if the trace does not say."""
     micro_batches: int
@@ -87,7 +87,7 @@ def gains(trace: RankTrace, micro_batches: int = 0) -> Gains:
     where it has one."""
     by_length = sorted(range(len(spans := windows(trace))), key=lambda i: spans[i][1] - spans[i][0])
     steps = sorted({each.place.step for each in (*trace.computed, *trace.communicated)})
-    chosen = by_length[len(by_length) // 2]
+    chosen = by_length[(len(by_length) - 1) // 2]
     step, (start, end) = steps[chosen], spans[chosen]
     talk = [each for each in trace.communicated if each.place.step == step]
     ends = [each for each in talk if each.place.part not in _PASSES]
