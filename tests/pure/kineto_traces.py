@@ -12,6 +12,8 @@ from interlace.ir.timeline import WAIT, Span, Timeline
 
 COMPUTE, LINK = 7, 24
 HOST, BACKWARD_THREAD = 100, 101
+Work = tuple[str, float]
+"""`gemm`, or a collective as NCCL calls it, and milliseconds."""
 
 
 @dataclass
@@ -104,6 +106,40 @@ def random_trace(seed: int, *, whole: bool = True) -> TraceMaker:
                 maker.kernel(host, start, length, draw.choice(names), stream)
         host += 10
         maker.step(number, begin, host - begin - 2)
+    return maker
+
+
+def blocking(
+    micro_batches: int, forward: list[Work], backward: list[Work], *, rank: int = 0,
+    group_size: int = 2, slow: float = 1.0, group: str = "0",
+) -> TraceMaker:  # fmt: skip
+    """A step in which nothing overlaps, twice: the second is left out. `slow` stretches compute."""
+    maker = TraceMaker(rank=rank)
+    device = 1000.0
+    host = 0.0
+    for number in range(2):
+        begin = host
+        for _ in range(micro_batches):
+            for works, is_backward in ((forward, False), (backward, True)):
+                first = host
+                for name, length in works:
+                    host += 1
+                    us = length * 1000 * (slow if name == "gemm" else 1)
+                    if name == "gemm":
+                        maker.kernel(host, device, us)
+                    else:
+                        maker.collective(
+                            host, device, us, name,
+                            **{"Group size": group_size, "Process Group Name": group},
+                        )  # fmt: skip
+                    device += us
+                if is_backward:
+                    maker.backward(first + 0.5, host - first)
+                host += 1
+        maker.kernel(host + 1, device, 10, "adam")
+        device += 10
+        host += 5
+        maker.step(number, begin, host - begin - 1)
     return maker
 
 

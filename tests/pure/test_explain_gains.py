@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kineto_traces import TraceMaker, recorded_step
+from kineto_traces import TraceMaker, Work, blocking, recorded_step
 
 from interlace.__main__ import main
 from interlace.errors import InputError
@@ -18,46 +18,10 @@ from interlace.explain.step_choice import StepChoice
 from interlace.ir import store
 
 MS = 1_000_000
-Work = tuple[str, float]
-"""`gemm`, or a collective as NCCL calls it, and milliseconds."""
 FORWARD: list[Work] = [("AllGather", 10), ("gemm", 20)]
 BACKWARD: list[Work] = [("AllGather", 10), ("gemm", 40), ("ReduceScatter", 10)]
 LARGEST_DIFFERENCE_MS = 0.2
 """Three optimizers' kernels of 0.01 ms each, and rounding."""
-
-
-def blocking(
-    micro_batches: int, forward: list[Work], backward: list[Work], *, rank: int = 0,
-    group_size: int = 2, slow: float = 1.0, group: str = "0",
-) -> TraceMaker:  # fmt: skip
-    """A step in which nothing overlaps, twice: the second is left out. `slow` stretches compute."""
-    maker = TraceMaker(rank=rank)
-    device = 1000.0
-    host = 0.0
-    for number in range(2):
-        begin = host
-        for _ in range(micro_batches):
-            for works, is_backward in ((forward, False), (backward, True)):
-                first = host
-                for name, length in works:
-                    host += 1
-                    us = length * 1000 * (slow if name == "gemm" else 1)
-                    if name == "gemm":
-                        maker.kernel(host, device, us)
-                    else:
-                        maker.collective(
-                            host, device, us, name,
-                            **{"Group size": group_size, "Process Group Name": group},
-                        )  # fmt: skip
-                    device += us
-                if is_backward:
-                    maker.backward(first + 0.5, host - first)
-                host += 1
-        maker.kernel(host + 1, device, 10, "adam")
-        device += 10
-        host += 5
-        maker.step(number, begin, host - begin - 1)
-    return maker
 
 
 def explained(maker: TraceMaker, folder: Path, **options: int) -> Explanation:

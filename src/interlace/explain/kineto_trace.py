@@ -191,6 +191,8 @@ def _left_out(chosen: ChosenSteps, events: KinetoEvents) -> str:
     sentences = [chosen.left_out] if chosen.left_out else []
     if without_launch:
         sentences.append(f"{without_launch:,} kernels whose launch the trace does not have")
+    if events.kernels and events.gloo:
+        sentences.append(f"{len(events.gloo):,} collectives of gloo, which run on the host")
     return "; ".join(sentences)
 
 

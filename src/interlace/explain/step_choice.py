@@ -56,6 +56,9 @@ class ChosenSteps:
     """What was left out and why; empty if nothing was."""
     marked: tuple[MarkedStep, ...]
     """All marked steps in order, so that what was launched in each can be told."""
+    whole: bool = True
+    """The marks leave nothing out: a step goes on until the next begins, and the first one begins
+    with the trace. So it is with those of `prof.step()`. Others hold what lies inside of them."""
 
 
 def choose_steps(
@@ -70,7 +73,7 @@ def choose_steps(
         start, end = (first_ns + round(each * _MS) for each in choice.between_ms)
         step = MarkedStep(f"{choice.between_ms[0]:g} to {choice.between_ms[1]:g} ms", start, end)
         return ChosenSteps((step,), "", (step,))
-    marked = _marked(marks, choice.mark)
+    marked, whole = _marked(marks, choice.mark), choice.mark == MARK
     if not marked:
         raise _no_marks(marks, choice, source)
     if choice.numbers is not None:
@@ -81,11 +84,11 @@ def choose_steps(
             raise InputError(
                 f"{source} has no step {low} to {high}", hint=f"it has the steps {known}"
             )
-        return ChosenSteps(chosen, "", marked)
+        return ChosenSteps(chosen, "", marked, whole)
     if len(marked) == 1:
-        return ChosenSteps(marked, "", marked)
+        return ChosenSteps(marked, "", marked, whole)
     reason = f"{marked[-1].name}, the last one of the trace, is left out: it may not be whole"
-    return ChosenSteps(marked[:-1], reason, marked)
+    return ChosenSteps(marked[:-1], reason, marked, whole)
 
 
 def _marked(marks: Mapping[str, Sequence[Range]], mark: str) -> tuple[MarkedStep, ...]:

@@ -65,15 +65,17 @@ class _Steps:
         self.index = {step: i for i, step in enumerate(chosen.steps)}
         self.marked = chosen.marked
         self.by_start = by_start
+        self.whole = chosen.whole
 
     def of(self, each: Computed | Communicated) -> int:
-        """Its index among the chosen steps, -1 if it belongs to none of them. A step goes on until
-        the next begins, and the first one begins with the trace."""
+        """Its index among the chosen steps, -1 if it belongs to none of them."""
         if self.by_start:
             step = self.marked[0]
             return 0 if step.start_ns <= each.start_ns < step.end_ns else -1
         found = max(0, bisect_right(self.starts, each.launched_ns) - 1)
-        return self.index.get(self.marked[found], -1)
+        step = self.marked[found]
+        inside = step.start_ns <= each.launched_ns < step.end_ns
+        return self.index.get(step, -1) if inside or self.whole else -1
 
 
 class _Parts:
