@@ -49,7 +49,7 @@ def main() -> None:
             for seed in SEEDS
         }
         timelines = {mode: {0: recorded_step(mode)} for mode in ("1", "2")}
-        run = RecordedRun(folder, timelines, {"tp": 2})
+        run = RecordedRun(folder, timelines, {"tp": 2}, {})
         ours = {path.parent.name: overlap(path) for path in write_kineto(run, folder / "ours")}
     answers = {"version": "0.5.0", "drawn": drawn, "recorded": ours}
     ANSWERS.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")

@@ -217,6 +217,15 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert text.rstrip().endswith(str(tmp_path / "out" / "2" / "rank-0.json.gz"))
     assert main(["explain", str(run), "--mode", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["figures"]["hidden_fraction"] == 0.5
+    for two_ms, answer in (([80, 99, 81], "Keep two strands: "), ([98, 99, 120], "Do not: ")):
+        modes = {"1": {"step_ms": [100.0, 100.0]}, "2": {"step_ms": two_ms}}
+        (run / "comparison.json").write_text(json.dumps({"modes": modes}))
+        assert main(["explain", str(run)]) == 0
+        assert capsys.readouterr().out.startswith(f"{answer}this run timed steps of")
+    (run / "comparison.json").write_text("{}")
+    assert main(["explain", str(run)]) == 2
+    assert "comparison.json: KeyError('modes')" in capsys.readouterr().err
+    (run / "comparison.json").unlink()
 
     for words, message in [
         (["explain"], "nothing to explain"),

@@ -40,7 +40,7 @@ def test_there_is_something_to_agree_on() -> None:
 @pytest.mark.parametrize("mode", ["1", "2"])
 def test_our_recordings_are_read_by_hta(mode: str, tmp_path: Path) -> None:
     """HTA's answer about the exported file, ours about it, and ours about the run itself."""
-    run = RecordedRun(tmp_path, {mode: {0: recorded_step(mode)}}, {"tp": 2})
+    run = RecordedRun(tmp_path, {mode: {0: recorded_step(mode)}}, {"tp": 2}, {})
     [path] = write_kineto(run, tmp_path / "traces")
     direct = exposure(run.traces(mode)[0])
     read = explain([path])
@@ -53,7 +53,7 @@ def test_our_recordings_are_read_by_hta(mode: str, tmp_path: Path) -> None:
 
 def test_exported_passes_are_read_back(tmp_path: Path) -> None:
     """With one strand, bounds and simulation of the file are those of the run."""
-    run = RecordedRun(tmp_path, {"1": {0: recorded_step()}}, {"tp": 2})
+    run = RecordedRun(tmp_path, {"1": {0: recorded_step()}}, {"tp": 2}, {})
     [path] = write_kineto(run, tmp_path / "traces")
     read, direct = explain([path]).gains, explain([_saved(tmp_path)]).gains
     assert read is not None

@@ -1,5 +1,6 @@
 """Which settings to try, or that none is worth trying."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interlace.explain.exposure import Exposure
@@ -42,13 +43,18 @@ class Advice:
     """What else stands out and is not a matter of overlap."""
 
 
-def advise(figures: Exposure, gains: Gains | None, ranks: Ranks) -> Advice:
+def advise(
+    figures: Exposure, gains: Gains | None, ranks: Ranks, measured: Mapping[str, int]
+) -> Advice:
     """From what was measured on the rank that computes longest, and what could be gained there: it
-    sets the pace of all others."""
+    sets the pace of all others. `measured` are step times of a run that compared ways of running,
+    ns: where it tried one strand and two, that is the answer."""
     notes = _notes(figures, ranks)
     if not figures.communication_ns:
         return Advice(False, _NOTHING, (), notes)
     assert gains is not None, "a step with communication has bounds"
+    if "1" in measured and "2" in measured:
+        return _measured(measured["1"], measured["2"], gains, notes)
     best = max(_worth_ns(gains, way) for way in (TWO_STRANDS, DECOMPOSITION, BOTH))
     share = best / gains.step_ns if gains.step_ns else 0.0
     if share < WORTH:
@@ -78,6 +84,18 @@ def advise(figures: Exposure, gains: Gains | None, ranks: Ranks) -> Advice:
             f"{milliseconds(gains.step_ns - best)} ms instead of {milliseconds(gains.step_ns)} ms, "
             f"{gains.step_ns / max(1, gains.step_ns - best):.2f} times as fast."
         )
+    return Advice(True, sentence, tuple(_settings(gains)[:_MOST_SETTINGS]), notes)
+
+
+def _measured(one_ns: int, two_ns: int, gains: Gains, notes: tuple[str, ...]) -> Advice:
+    """What a run says that tried both."""
+    times = (
+        f"this run timed steps of {milliseconds(two_ns)} ms with two strands and of "
+        f"{milliseconds(one_ns)} ms with one"
+    )
+    if two_ns > (1 - WORTH) * one_ns:
+        return Advice(False, f"Do not: {times}.", (), notes)
+    sentence = f"Keep two strands: {times}, {one_ns / two_ns:.2f} times as fast."
     return Advice(True, sentence, tuple(_settings(gains)[:_MOST_SETTINGS]), notes)
 
 

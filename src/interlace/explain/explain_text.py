@@ -105,13 +105,14 @@ def _other_ways(found: Explanation) -> str:
         (
             _MODES.get(way.mode, way.mode),
             milliseconds(way.step_ns),
+            _UNKNOWN if way.measured_ns is None else milliseconds(way.measured_ns),
             milliseconds(way.exposure.communication_ns),
             milliseconds(way.exposure.exposed_ns),
             percent(way.exposure.hidden_fraction),
         )
         for way in found.other_ways
     ]
-    header = ("also recorded", "step ms", "comm. ms", "exposed ms", "hidden")
+    header = ("also recorded", "step ms", "timed ms", "comm. ms", "exposed ms", "hidden")
     return aligned(header, rows, text_columns=1)
 
 

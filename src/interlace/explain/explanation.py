@@ -1,6 +1,6 @@
 """`explain`: from traces or the folder of a run to figures, bounds, a simulation and advice."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ class OtherWay:
 
     mode: str
     step_ns: int
+    """The recorded step, which recording makes longer."""
+    measured_ns: int | None
+    """Median of the steps that were timed and not recorded; None if ways were not compared."""
     exposure: Exposure
 
 
@@ -87,14 +90,14 @@ def explain(
             )
         chosen = run.mode(mode)
         others = tuple(_other(run, each) for each in sorted(run.timelines) if each != chosen)
-        return _explained(run.traces(chosen), micro_batches, others)
+        return _explained(run.traces(chosen), micro_batches, others, run.measured)
     if mode:
         raise InputError(
             f"mode {mode!r} is a way of running of our own runs", hint="traces have none"
         )
     files = _files(sources)
     traces = sorted_by_rank([rank_trace(path, choice, i) for i, path in enumerate(files)])
-    return _explained(traces, micro_batches, ())
+    return _explained(traces, micro_batches, (), {})
 
 
 def as_run(sources: Sequence[Path]) -> RecordedRun | None:
@@ -114,7 +117,10 @@ def as_run(sources: Sequence[Path]) -> RecordedRun | None:
 
 
 def _explained(
-    traces: Sequence[RankTrace], micro_batches: int, others: tuple[OtherWay, ...]
+    traces: Sequence[RankTrace],
+    micro_batches: int,
+    others: tuple[OtherWay, ...],
+    measured: Mapping[str, int],
 ) -> Explanation:
     for trace in traces:
         if not trace.computed and not trace.communicated:
@@ -136,14 +142,15 @@ def _explained(
         rows=kind_rows(chosen),
         ranks=ranks,
         gains=found,
-        advice=advise(figures, found, ranks),
+        advice=advise(figures, found, ranks, measured),
         other_ways=others,
     )
 
 
 def _other(run: RecordedRun, mode: str) -> OtherWay:
     trace = busiest(run.traces(mode))
-    return OtherWay(mode, trace.steps[0].duration_ns, exposure(trace))
+    length = trace.steps[0].duration_ns
+    return OtherWay(mode, length, run.measured.get(mode), exposure(trace))
 
 
 def _files(sources: Sequence[Path]) -> list[Path]:

@@ -1,8 +1,10 @@
 """What the ranks of one of our runs did, from the steps that it recorded."""
 
+import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from interlace import run_files
 from interlace.errors import InputError
@@ -20,7 +22,12 @@ from interlace.ir.timeline import BACKWARD, WAIT, Span, Timeline
 
 MODES = ("1", "eager", "2")
 """Ways of running, the one that is explained first: what two strands could gain is asked of one."""
-_DEGREES = {"tp": "tensor", "cp": "context"}
+_DEGREES = {
+    "tp": "tensor",
+    "cp": "context",
+    "dp_shard": "data_shard",
+    "dp_replicate": "data_replicate",
+}
 """Lane -> key of [parallel] with the ranks that share it."""
 
 
@@ -33,6 +40,9 @@ class RecordedRun:
     """By way of running, then by rank."""
     degrees: dict[str, int]
     """Lane -> ranks of its groups, where the run file says it."""
+    measured: dict[str, int]
+    """By way of running, median of the steps that were timed and not recorded, ns; empty if ways
+    were not compared."""
 
     def mode(self, wanted: str = "") -> str:
         """The way of running that is explained. Raises InputError if `wanted` was not recorded."""
@@ -70,7 +80,18 @@ def read_run(directory: Path) -> RecordedRun:
     for path in files:
         mode = path.stem.rpartition("-rank")[0]
         found.setdefault(mode, {})[run_files.rank_of(path)] = store.load(path, Timeline)
-    return RecordedRun(directory, found, _degrees(directory / run_files.RUN))
+    degrees = _degrees(directory / run_files.RUN)
+    return RecordedRun(directory, found, degrees, _measured(directory / run_files.COMPARISON))
+
+
+def _measured(path: Path) -> dict[str, int]:
+    if not path.is_file():
+        return {}
+    try:
+        modes = json.loads(path.read_text(encoding="utf-8"))["modes"]
+        return {mode: round(median(each["step_ms"]) * 1e6) for mode, each in modes.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise InputError(f"cannot read {path}: {error!r}", hint="repeat the run") from error
 
 
 def _degrees(path: Path) -> dict[str, int]:
@@ -80,7 +101,11 @@ def _degrees(path: Path) -> dict[str, int]:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("parallel", {})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise InputError(f"cannot read {path}: {error}", hint="repeat the run") from error
-    return {lane: table[key] for lane, key in _DEGREES.items() if isinstance(table.get(key), int)}
+    return {
+        lane: table[key]
+        for lane, key in _DEGREES.items()
+        if isinstance(table.get(key), int) and table[key] > 0
+    }
 
 
 def _trace(timeline: Timeline, rank: int, source: str, degrees: dict[str, int]) -> RankTrace:
