@@ -239,6 +239,23 @@ def test_times_keep_their_nanoseconds(text: str) -> None:
     assert nanoseconds(json.loads(text)) == int(Decimal(text) * 1000)
 
 
+def test_collectives_of_gloo_run_beside_each_other(tmp_path: Path) -> None:
+    """On gloo's threads; those of one thread one after the other, whenever they were asked for."""
+    maker = TraceMaker()
+    maker.step(1, 0, 1000)
+    maker.event("cpu_op", "aten::mm", 0, 100)
+    for call, start, length, thread in ((110, 120, 100, 7), (130, 150, 100, 8), (140, 230, 50, 7)):
+        maker.event("cpu_op", "c10d::allreduce_", call, 5)
+        maker.event("user_annotation", "gloo:all_reduce", start, length, tid=thread)
+    trace = rank_trace(maker.write(tmp_path / "cpu.json"), StepChoice())
+    assert [(c.lane, c.start_ns // 1000, c.end_ns // 1000) for c in trace.communicated] == [
+        ("gloo 7", 110, 220),
+        ("gloo 8", 130, 250),
+        ("gloo 7", 220, 280),
+    ]
+    assert all(each.bytes is None for each in trace.communicated)  # no shapes in the file
+
+
 def test_a_cpu_computes_where_operators_run(tmp_path: Path) -> None:
     """Operators inside others count once, those that start or await communication not at all, and
     a collective is under way from its call on."""

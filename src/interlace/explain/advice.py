@@ -84,6 +84,12 @@ def advise(
             f"{milliseconds(gains.step_ns - best)} ms instead of {milliseconds(gains.step_ns)} ms, "
             f"{gains.step_ns / max(1, gains.step_ns - best):.2f} times as fast."
         )
+    error = abs((gains.replayed_over_measured or 1.0) - 1)
+    if error > share:
+        notes += (
+            f"The simulation is off by {percent(error)} on the traced order, more than the gain: "
+            "a trial decides.",
+        )
     return Advice(True, sentence, tuple(_settings(gains)[:_MOST_SETTINGS]), notes)
 
 

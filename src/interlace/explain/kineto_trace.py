@@ -150,13 +150,13 @@ def _issued(gloo: Sequence[HostOperator], calls: Sequence[HostOperator]) -> list
 
 
 def _begun(gloo: Sequence[HostOperator], issued: Sequence[int]) -> list[int]:
-    """When each was under way: from its call on, or when the one called before it ended. The
-    annotation begins later, when gloo's thread gets a core."""
+    """When each was under way: from its call on, or when the one before it on its thread ended. The
+    annotation begins later, when that thread gets a core."""
     found = [each.start_ns for each in gloo]
-    reach = 0
+    reach: dict[str, int] = {}
     for i in sorted(range(len(gloo)), key=lambda i: (issued[i], gloo[i].start_ns)):
-        found[i] = min(found[i], max(issued[i], reach))
-        reach = max(reach, gloo[i].end_ns)
+        found[i] = min(found[i], max(issued[i], reach.get(gloo[i].thread, 0)))
+        reach[gloo[i].thread] = max(reach.get(gloo[i].thread, 0), gloo[i].end_ns)
     return found
 
 
@@ -170,7 +170,7 @@ def _of_gloo(
         ranks=group.ranks,
         group_size=group.size,
         bytes=gloo_bytes(call.args),
-        lane="gloo",
+        lane=f"gloo {call.thread}",
         start_ns=start_ns,
         end_ns=call.end_ns,
         launched_ns=issued_ns,
