@@ -96,7 +96,7 @@ def fix_dropout(
                 f"{node.target} in {module_path(node) or 'the model'} draws random numbers in a "
                 "way that cannot be repeated",
                 hint="use dropout outside of fused attention only (attention_dropout = 0), or "
-                "strands = eager",
+                "train with eager PyTorch",
             )
     if not random:
         return chunk
