@@ -90,8 +90,8 @@ def compile_step(
     CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before
     `init_process_group`. Else this call warns, and `step.nondeterminism` has the reasons.
 
-    Collective on the ranks of `mesh`, which must all run the same program; with `stages`, or without
-    a mesh, on the default process group, which one process does not need. Hold `loss_parallel()`
+    Collective on the ranks of `mesh`, which must all run the same program; with `stages` or without
+    a mesh on the default process group, which one process does not need. Hold `loss_parallel()`
     around it if the loss needs that. Raises InputError for what cannot be traced, with module and
     line, for a mesh axis `dp_shard`, and for inputs on a GPU that is not the current one.
     """
