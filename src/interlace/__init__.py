@@ -12,6 +12,7 @@ api.py        `compile_step`: an interlaced step of a user's own module
 train/        a training run: session, loop, runners, comparison, metrics
 checkpoint/   checkpoint folders on disk: written whole, checked, read on any mesh
 data/         from data files to batches of tokens
+explain/      what a job spends on communication, and what hiding it could gain
 report/       the records of a run as pages, pictures and tables
 step.py       one compiled step: graphs, plan, executor, and where gradients go
 compiled.py   from traced graphs to a plan: costs, choice, search

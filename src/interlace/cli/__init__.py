@@ -11,6 +11,7 @@ schedule.py      `interlace schedule`
 bench.py         `interlace bench`
 lab.py           `interlace lab`
 export.py        `interlace export`
+explain.py       `interlace explain`
 options.py       options of several commands, and the layer that puts flags on a run file
 run_file.py      run files: TOML to RunConfig, strictly, and back
 ranks.py         commands that run as ranks: of the job around us, or started here

@@ -96,6 +96,11 @@ def build_app() -> App:
         help="Compare schedules of a pipeline, or verify, draw and write one.",
     )
     app.command(
+        "interlace.cli.explain:explain",
+        name="explain",
+        help="Say what a run or a trace spends on communication, and what could be hidden.",
+    )
+    app.command(
         "interlace.cli.export:export",
         name="export",
         help="Write the weights of a run for transformers.",
