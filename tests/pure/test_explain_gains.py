@@ -158,10 +158,24 @@ def test_waiting_is_told_from_transfer(tmp_path: Path) -> None:
     assert found.rank == 1
     assert found.ranks.matched == 8
     assert found.ranks.waiting_share == pytest.approx(120 / (152 + 32))
-    assert "Deal the work out evenly first" in found.advice.sentence
-    assert not found.advice.worth
     assert any("Rank 1 computes" in note for note in found.advice.notes)
+    assert any("65.2 % of the communication is waiting" in note for note in found.advice.notes)
     assert "1 straggler" in as_text(found)
+    assert found.advice.worth  # rank 1 sets the pace, and 8 ms of each 98 ms are its own
+
+
+def test_ranks_that_wait_for_each_other_in_turn(tmp_path: Path) -> None:
+    """The forward is slow on one rank and the backward on the other."""
+    first = blocking(4, [("gemm", 20), ("AllReduce", 24)], [("gemm", 40), ("AllReduce", 4)])
+    second = blocking(
+        4, [("gemm", 40), ("AllReduce", 4)], [("gemm", 20), ("AllReduce", 24)], rank=1
+    )
+    found = explain([each.write(tmp_path / f"rank{each.rank}.json") for each in (first, second)])
+    assert [row.waiting_ns for row in found.ranks.rows] == [4 * 20 * MS, 4 * 20 * MS]
+    assert not any(row.straggler for row in found.ranks.rows)
+    assert not found.advice.worth
+    assert "71.4 % of the communication of rank 0" in found.advice.sentence
+    assert "Deal the work out evenly first" in found.advice.sentence
 
 
 @given(

@@ -11,6 +11,8 @@ WORTH = 0.02
 """Part of a step below which a gain is not worth a change; a choice: plans may be so far off."""
 _MOSTLY = 0.5
 """Part from which waiting, or an idle device, is the first thing to see to; a choice."""
+_MUCH = 0.25
+"""Part of the communication from which waiting is named; a choice."""
 _MOST_SETTINGS = 3
 """Settings that are named; a choice."""
 _NOTHING = "Do not: there is no communication that could be hidden."
@@ -41,7 +43,8 @@ class Advice:
 
 
 def advise(figures: Exposure, gains: Gains | None, ranks: Ranks) -> Advice:
-    """From what was measured on the rank that computes longest, and what could be gained there."""
+    """From what was measured on the rank that computes longest, and what could be gained there: it
+    sets the pace of all others."""
     notes = _notes(figures, ranks)
     if not figures.communication_ns:
         return Advice(False, _NOTHING, (), notes)
@@ -57,10 +60,11 @@ def advise(figures: Exposure, gains: Gains | None, ranks: Ranks) -> Advice:
             "hidden already."
         )
         return Advice(False, sentence, (), notes)
-    if ranks.waiting_share > _MOSTLY:
+    waiting = next((r.waiting_share for r in ranks.rows if r.rank == gains.rank), 0.0)
+    if waiting > _MOSTLY:
         sentence = (
-            f"Do not, or not yet: {percent(ranks.waiting_share)} of the communication is waiting "
-            "for slower ranks, which no overlap removes. Deal the work out evenly first."
+            f"Do not, or not yet: {percent(waiting)} of the communication of rank {gains.rank}, "
+            "which computes longest, is waiting for other ranks. Deal the work out evenly first."
         )
         return Advice(False, sentence, (), notes)
     if gains.replayed_over_measured is None:
@@ -137,6 +141,11 @@ def _notes(figures: Exposure, ranks: Ranks) -> tuple[str, ...]:
     if slow:
         names = ", ".join(str(rank) for rank in slow)
         found.append(f"Rank {names} computes at least 1.1 times as long as the median rank.")
+    if ranks.waiting_share > _MUCH:
+        found.append(
+            f"Over all ranks {percent(ranks.waiting_share)} of the communication is waiting for "
+            "slower ranks. Overlap does not remove that where one rank is always the slowest."
+        )
     if figures.device_ns and figures.idle_ns > _MOSTLY * figures.device_ns:
         found.append(
             f"The device has nothing to do in {percent(figures.idle_ns / figures.device_ns)} of "

@@ -12,15 +12,17 @@ The first holds because the compute lane and the busiest stream each do all of t
 the other, and because the first forward and the last backward have no other strand beside them;
 E_passes is what is exposed inside of forwards and backwards. n is the number of ranks of a site.
 
-The simulation interleaves the forward and the backward of the micro-batch in the middle (the list
-scheduling of `search`, each order as `sim.lanes` runs it without contention), M times in the
-schedule `two_strand`. It compares simulated with simulated: a gain is the part by which the
-simulated passes get shorter, of the passes as they were measured, and never above the bound.
+The simulation interleaves the forward and the backward of a micro-batch (the list scheduling of
+`search`, each order as `sim.lanes` runs it without contention), M times in the schedule
+`two_strand`; the result is the mean over up to four micro-batches of the step. It compares
+simulated with simulated: a gain is the part by which the simulated passes get shorter, of the
+passes as they were measured, and never above the bound.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import mean
 
 from interlace.explain import interval_sets as sets
 from interlace.explain.decomposed_graphs import decomposed, most_ns
@@ -37,6 +39,13 @@ USUAL_MICRO_BATCHES = 4
 TWO_STRANDS, DECOMPOSITION, BOTH = "two_strands", "decomposition", "both"
 """Names of the ways to hide communication."""
 _PASSES = (Pass.FORWARD, Pass.BACKWARD)
+_SAMPLES = 4
+"""Micro-batches of a step that are simulated at most; a choice that bounds the time of it."""
+_OPERATORS = 4000
+"""Operators in these micro-batches, of which one is simulated whatever its size; a choice, some ten
+seconds."""
+_AS_TRACED = "as traced"
+"""Key of the length in the order of the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +134,20 @@ class _Step:
         for lane, ns in _lanes(passes).items():
             lanes[lane] += round(scale * ns)
         self.lane_ns = _busiest(lanes)
-        middle = have // 2 + 1
-        self.forward, self.backward = (
-            pass_graph(trace, step, part, middle, times) for part in _PASSES
-        )
+        first = _passes(trace, step, have // 2 + 1, times)
+        samples = _OPERATORS // max(1, sum(len(each.graph.operators) for each in first))
+        numbers = _spread(have, max(1, min(_SAMPLES, samples)))
+        self.samples = [_passes(trace, step, number, times) for number in numbers]
 
     def gains(self) -> Gains:
         limit = max(0, self.step_ns - max(self.step_ns - self.exposed_ns, self.lane_ns))
         strands = min(limit, self.in_passes_ns * (self.count - 1) // self.count)
-        cut = self.count * (most_ns(self.forward) + most_ns(self.backward))
+        cut_samples = sum(most_ns(each) for sample in self.samples for each in sample)
+        cut = self.count * cut_samples // len(self.samples)
         bounds = {TWO_STRANDS: strands, DECOMPOSITION: min(cut, self.exposed_ns), BOTH: limit}
-        one = _length(self.forward, _given) + _length(self.backward, _given)
-        simulated = self._simulated(one)
+        lengths = [_lengths(*sample, self.count) for sample in self.samples]
+        simulated = {way: mean(each[way] for each in lengths) for way in (*bounds, _AS_TRACED)}
+        one = simulated[_AS_TRACED]
         passes = self.passes_ns * self.count / self.have
         ways = tuple(
             Gain(way, most, min(most, max(0, round(passes * (1 - simulated[way] / one)))))
@@ -153,25 +164,39 @@ class _Step:
             ways=ways,
         )
 
-    def _simulated(self, one: int) -> dict[str, float]:
-        """Length of the passes of one micro-batch, on average over a step, by way."""
-        cut = (decomposed(self.forward), decomposed(self.backward))
-        alone = _length(self.forward, _given) + _length(self.backward, _given)
-        cut_alone = min(alone, _length(cut[0], _best) + _length(cut[1], _best))
-        if self.count < 2:
-            return {TWO_STRANDS: one, DECOMPOSITION: cut_alone, BOTH: cut_alone}
-        pair = _length(_pair(self.forward, self.backward), _best)
-        cut_pair = (
-            pair
-            if not self.forward.sites and not self.backward.sites
-            else min(pair, _length(_pair(*cut), _best))
-        )
-        pairs = self.count - 1
-        return {
-            TWO_STRANDS: (alone + pairs * min(pair, alone)) / self.count,
-            DECOMPOSITION: cut_alone,
-            BOTH: (cut_alone + pairs * min(cut_pair, cut_alone)) / self.count,
-        }
+
+def _passes(
+    trace: RankTrace, step: int, number: int, times: Mapping[int, int]
+) -> tuple[PassGraph, PassGraph]:
+    """Forward and backward of one micro-batch."""
+    forward, backward = (pass_graph(trace, step, part, number, times) for part in _PASSES)
+    return forward, backward
+
+
+def _spread(have: int, most: int) -> list[int]:
+    """Numbers of the micro-batches that are simulated: all, or `most` at equal distances."""
+    count = min(have, most)
+    return [1 + (2 * i + 1) * have // (2 * count) for i in range(count)]
+
+
+def _lengths(forward: PassGraph, backward: PassGraph, count: int) -> dict[str, float]:
+    """Simulated length of the passes of one micro-batch, on average over a step of `count`, by way,
+    and in the order of the trace."""
+    alone = _length(forward, _given) + _length(backward, _given)
+    cut = (decomposed(forward), decomposed(backward))
+    sites = bool(forward.sites or backward.sites)
+    cut_alone = alone
+    if sites:
+        cut_alone = min(alone, sum(_length(each, order_list) for each in cut))
+    found: dict[str, float] = {_AS_TRACED: alone, TWO_STRANDS: alone}
+    found |= {DECOMPOSITION: cut_alone, BOTH: cut_alone}
+    if count < 2:
+        return found
+    pair = min(alone, _length(_pair(forward, backward), order_list))
+    cut_pair = min(pair, _length(_pair(*cut), order_list)) if sites else pair
+    found[TWO_STRANDS] = (alone + (count - 1) * pair) / count
+    found[BOTH] = (cut_alone + (count - 1) * min(cut_pair, cut_alone)) / count
+    return found
 
 
 def _pair(forward: PassGraph, backward: PassGraph) -> PassGraph:
@@ -183,10 +208,6 @@ def _pair(forward: PassGraph, backward: PassGraph) -> PassGraph:
 
 def _given(problem: Problem) -> tuple[str, ...]:
     return problem.graph.order
-
-
-def _best(problem: Problem) -> tuple[str, ...]:
-    return order_list(problem)
 
 
 def _length(passes: PassGraph, order: Callable[[Problem], tuple[str, ...]]) -> int:

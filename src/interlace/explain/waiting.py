@@ -38,6 +38,13 @@ class RankRow:
     straggler: bool
     """Computes at least 1.1 times as long as the median rank."""
 
+    @property
+    def waiting_share(self) -> float:
+        """Waiting over communication; 0 where it is not known."""
+        if self.waiting_ns is None or not self.communication_ns:
+            return 0.0
+        return min(1.0, self.waiting_ns / self.communication_ns)
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
