@@ -90,14 +90,14 @@ def compile_step(
     CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before
     `init_process_group`. Else this call warns, and `step.nondeterminism` has the reasons.
 
-    Collective on the default process group, whose ranks must all run the same program; one process
-    needs none. Hold `loss_parallel()` around it if the loss needs that. Raises InputError for what
-    cannot be traced, with module and line, for a mesh axis `dp_shard`, and for inputs on a GPU that
-    is not the current one.
+    Collective on the ranks of `mesh`, which must all run the same program; with `stages` or without
+    a mesh on the default process group, which one process does not need. Hold `loss_parallel()`
+    around it if the loss needs that. Raises InputError for what cannot be traced, with module and
+    line, for a mesh axis `dp_shard`, and for inputs on a GPU that is not the current one.
     """
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
     ranks = StepRanks.of(mesh, stages, overlap)
-    with refused_together():
+    with refused_together(ranks.group):
         found = _schedule(schedule, strands, ranks)
         check_example(example := (form := BatchForm(example_inputs)).example)
         chunk = ModuleWithLoss(module, loss_fn, form)
@@ -111,7 +111,7 @@ def compile_step(
     decompose = decompose_of(overlap, example[0].device)
     candidates = _candidates(trace, decompose, overlap, found, ranks, split_at)
     whole = candidates.whole
-    with refused_together():
+    with refused_together(ranks.group):
         check_loss(whole.measured)
         assert whole.reads is not None
         binding = ModuleBinding(chunk, whole.reads, example[0].device)
@@ -122,7 +122,7 @@ def compile_step(
     times = _times(config, example, gradients.constants, ranks.group)
     compilation = Compilation(candidates, _settings(config, overlap, whole, data), times)
     tensors = UserModule(chunk, gradients, binding, form, alike)
-    return _step(compilation, found, tensors, data_rank_of(ranks.mesh, whole), link)
+    return _step(compilation, found, tensors, data_rank_of(ranks.mesh, whole), link, ranks)
 
 
 def clip_grad_norm_(step: Step, max_norm: float) -> Tensor:
@@ -199,7 +199,7 @@ def _candidates(
     if ranks.apart is not None and isinstance(schedule, StageSchedule) and not split_at:
         split_at = agreed_split(lambda: trace(decompose), len(schedule.rank_of))
     # Where times decide what is decomposed, ranks exchange them while they trace.
-    with nullcontext() if overlap.decompose == "auto" else refused_together():
+    with nullcontext() if overlap.decompose == "auto" else refused_together(ranks.group):
         return trace_candidates(
             trace, decompose, overlap.passes, schedule=schedule, split_at=split_at
         )
@@ -255,6 +255,7 @@ def _step(
     tensors: UserModule,
     data_rank: int,
     link: StageLink | None,
+    ranks: StepRanks,
 ) -> Step:
     """The step by this schedule: in traced order, by the user's own plan, or by measured times."""
     draws = Draws(seed=torch.initial_seed(), data_rank=data_rank)
@@ -266,7 +267,10 @@ def _step(
     costs = compilation.tables.get(strands.digest)
     if link is not None and strands.handovers is not None:
         link.prepare(strands.handovers)
-    step = Step(strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link)
-    check_contents(step.contents)
+    step = Step(
+        strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link,
+        group=ranks.members,
+    )  # fmt: skip
+    check_contents(step.contents, group=ranks.members)
     warn_of_other_bits(step.nondeterminism)
     return step

@@ -104,9 +104,11 @@ class Step:
         draws: Draws = NO_DRAWS,
         costs: CostTable | None = None,
         link: StageLink | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """`schedule` is looked up by the plan's name if it is not given; `link` leads to the other
-        ranks of a pipeline. Raises InputError for a plan that cannot run."""
+        ranks of a pipeline, and `group` has the ranks of the step, if they are not all. Raises
+        InputError for a plan that cannot run."""
         self.strands = strands
         self.plan = plan
         self.costs = costs
@@ -118,6 +120,7 @@ class Step:
         self.executor: StepExecutor = strands.executor(plan, tensors.constants, schedule, link)
         self.tensors = tensors
         self.link = link
+        self._group = group
         self._device = next(iter(tensors.constants.values())).device
         self.nondeterminism = nondeterminism(self._device)
 
@@ -179,8 +182,8 @@ class Step:
         between ranks that must hold the same: plain ones over all ranks of the mesh (without one,
         of the default group) unless `per_rank` named them, DTensors as they are laid out.
 
-        Done once by `compile_step`; do it before you save a checkpoint. Collective on the default
-        process group; about 1 s per GB of replicated weights on a CPU core.
+        Done once by `compile_step`; do it before you save a checkpoint. Collective, as
+        `compile_step` is; about 1 s per GB of replicated weights on a CPU core.
         """
         self.tensors.check_ranks()
 
@@ -303,4 +306,4 @@ class Step:
     @cached_property
     def _clock(self) -> Clock:
         """Keeps the streams on which it stamps collectives over all recorded steps."""
-        return clock_for(self._device.type)
+        return clock_for(self._device.type, self._group)

@@ -108,6 +108,62 @@ def test_draws_are_those_of_plain_code() -> None:
     assert not step(batches_of()).equal(loss)
 
 
+class Gated(nn.Module):
+    """Drops each value of its first layer with a probability that another layer computes, and whole
+    samples by `torch.bernoulli` of one number (as transformers draws them)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.gate = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor, kept: Tensor | None = None, alive: Tensor | None = None) -> Tensor:
+        """(batch, WIDTH) to the same; `kept` and `alive` take the place of what is drawn."""
+        chance = torch.sigmoid(self.gate(x))
+        if kept is None:
+            kept = torch.bernoulli(chance)
+        if alive is None:
+            alive = torch.bernoulli(torch.full((x.shape[0], 1), KEEP, dtype=torch.float32))
+        return self.first(x) * (kept + chance - chance.detach()) * alive
+
+
+def test_probabilities_of_each_element() -> None:
+    """`torch.bernoulli` of a tensor is 1 where the uniform numbers of its draw are below it."""
+    model = Gated()
+    step = interlace.compile_step(model, loss_of, batches_of()[0], config=QUICK)
+    uniform = [draws_of(step, step.seeds(number)) for number in range(COUNT)]
+    assert uniform[0][0].dtype == torch.float64
+    loss = step(batches_of())
+    plain, total, share = Gated(), torch.zeros((), dtype=torch.float64), []
+    for (x, y), (of_value, of_sample) in zip(batches_of(), uniform, strict=True):
+        kept = (of_value < torch.sigmoid(plain.gate(x))).double()
+        alive = (of_sample < KEEP).float()
+        share.append(float(kept.mean()))
+        total = total + nn.functional.mse_loss(plain(x, kept, alive), y) / COUNT
+    assert 0 < min(share) <= max(share) < 1
+    total.backward()
+    torch.testing.assert_close(loss, total.detach(), rtol=BOUND, atol=0)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], gradient, rtol=BOUND, atol=BOUND)
+
+
+class Categories(nn.Linear):
+    """Scales its output by a number from a distribution that no seed is known for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.multinomial(torch.ones(x.shape[0], 3), 1)
+
+
+def test_other_distributions_are_refused_with_what_would_do() -> None:
+    """By the name of the operator, and not with advice on attention."""
+    model = Categories(WIDTH, WIDTH).double()
+    with pytest.raises(InputError, match=r"aten\.multinomial") as refused:
+        interlace.compile_step(model, loss_of, batches_of()[0], config=QUICK)
+    assert refused.value.hint is not None
+    assert "torch.rand, randn, randint or bernoulli" in refused.value.hint
+
+
 def test_numbers_are_what_they_are_called() -> None:
     """Each kind has its values and its mean; equal seeds give equal numbers, others others."""
     device, seeds = torch.device("cpu"), torch.tensor([11])

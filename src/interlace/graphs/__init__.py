@@ -27,6 +27,7 @@ wide_sums.py          which matmuls a device can add to a float32 buffer
 Reading, writing, running:
 
 op_graphs.py          fx graph -> OpGraph, the torch-free form that planners read
+group_axes.py         which mesh axis each process group of a trace belongs to
 module_paths.py       which block of the model a node belongs to
 spread.py             over which ranks the values of a strand differ
 alike.py              which values of a step ranks hold alike, as all of them traced it

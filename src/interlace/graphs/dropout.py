@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from interlace.errors import InputError
 from interlace.graphs.module_paths import module_path
-from interlace.graphs.random_draws import can_be_seeded, draw_by_number, draws_values
+from interlace.graphs.random_draws import can_be_seeded, draw_by_number, draws_values, hint_for
 from interlace.graphs.spread import UNCLEAR, Spread, part_of, spread_of
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph
 
@@ -95,8 +95,7 @@ def fix_dropout(
             raise InputError(
                 f"{node.target} in {module_path(node) or 'the model'} draws random numbers in a "
                 "way that cannot be repeated",
-                hint="use dropout outside of fused attention only (attention_dropout = 0), or "
-                "strands = eager",
+                hint=hint_for(node),
             )
     if not random:
         return chunk

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from interlace.errors import InputError
+from interlace.graphs.writer import GraphWriter
 
 aten = torch.ops.aten
 _KINDS = {
@@ -68,12 +69,30 @@ def _(
 def can_be_seeded(node: fx.Node) -> bool:
     """Whether an operator draws what `drawn` does, into memory without gaps."""
     value = node.meta.get("val")
-    return node.target in _KINDS and isinstance(value, Tensor) and value.is_contiguous()
+    seedable = node.target in _KINDS or node.target == aten.bernoulli.default
+    return seedable and isinstance(value, Tensor) and value.is_contiguous()
+
+
+def hint_for(node: fx.Node) -> str:
+    """What to do about an operator that cannot."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "dropout_p" in names:
+        return (
+            "use dropout outside of fused attention only (attention_dropout = 0), or train with "
+            "eager PyTorch"
+        )
+    return (
+        "draw with torch.rand, randn, randint or bernoulli, or outside, as one more tensor of each "
+        "batch"
+    )
 
 
 def draw_by_number(node: fx.Node, seeds: fx.Node, seed_of_draw: int) -> None:
     """Make `drawn` of an operator that `can_be_seeded`."""
     value: Tensor = node.meta["val"]
+    if node.target == aten.bernoulli.default:
+        _draw_each(node, seeds, seed_of_draw)
+        return
     kind = _KINDS[node.target]  # type: ignore[index]
     low, high = _bounds(node, kind)
     node.target = torch.ops.interlace.drawn.default
@@ -82,6 +101,26 @@ def draw_by_number(node: fx.Node, seeds: fx.Node, seed_of_draw: int) -> None:
         value.device,
     )  # fmt: skip
     node.kwargs = {}
+
+
+def _draw_each(node: fx.Node, seeds: fx.Node, seed_of_draw: int) -> None:
+    """A bernoulli whose first argument holds the probability of each element is 1 where a uniform
+    number is below that. In half precision a probability of 0.001 would have 8 to 11 bits of
+    uniform numbers to be met by, so they are drawn in float32 at least."""
+    value: Tensor = node.meta["val"]
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    write = GraphWriter(node.graph, {}, like=node).at(node)
+    size = [int(n) for n in value.shape]
+    uniform = write.call(
+        torch.ops.interlace.drawn.default,
+        seeds, seed_of_draw, "uniform", 0.0, 1.0, size, dtype, value.device,
+    )  # fmt: skip
+    below = write.call(aten.lt.Tensor, uniform, node.args[0])
+    for new in (uniform, below):
+        new.meta = {**node.meta, "val": new.meta["val"]}
+    node.target = aten._to_copy.default
+    node.args = (below,)
+    node.kwargs = {"dtype": value.dtype}
 
 
 def _bounds(node: fx.Node, kind: str) -> tuple[float, float]:

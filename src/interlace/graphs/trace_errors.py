@@ -30,10 +30,15 @@ _HINTS = (
         ("Data-dependent", "_local_scalar_dense", "DynamicOutputShape", "DataDependent", "nonzero"),
         "make it independent of values in tensors (torch.where, torch.clamp, fixed shapes)",
     ),
+    (
+        ("distribute_tensor",),
+        "lay weights out before, and make DTensors of local values by DTensor.from_local, which "
+        "sends nothing",
+    ),
     (("builtin", "logging"), "move printing, and looking up loggers, out of forward"),
 )
 """What to do, by words of torch's message."""
-_OTHER_HINT = "write it with plain torch operators, or train with eager PyTorch (strands = eager)"
+_OTHER_HINT = "write it with plain torch operators, or train with eager PyTorch"
 """What to do where none of these words is in it."""
 _NO_SCHEMA = types.SimpleNamespace(arguments=())
 """Stands for the schema of a node that calls no operator."""

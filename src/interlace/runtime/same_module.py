@@ -33,8 +33,8 @@ _SEED_HINT = (
 class ModuleAgreement:
     """Compares a module's weights and buffers, its code, and seeds, over the ranks of a mesh.
 
-    Without a mesh the ranks are those of the default group. Checks are collective on that group,
-    or on the one that is given, and raise PeerError on all its ranks alike.
+    Without a mesh the ranks are those of the default group. Checks are collective on the group that
+    is given, by default on that one, and raise PeerError on all its ranks alike.
     """
 
     def __init__(
@@ -56,10 +56,11 @@ class ModuleAgreement:
 
     def check_software(self, *functions: Any) -> None:
         """Versions, and the files of interlace, of the module's classes and of `functions`."""
-        if alone():
+        if alone(self._group):
             return
-        check_agreement(environment_fields())
-        check_contents(package_contents() + module_contents(self.module, *functions))
+        check_agreement(environment_fields(), group=self._group)
+        contents = package_contents() + module_contents(self.module, *functions)
+        check_contents(contents, group=self._group)
 
     def check_traced(self, strands: Strands) -> None:
         """Graphs, parameters, buffers and, if there is dropout, seeds."""

@@ -28,15 +28,17 @@ class StepRanks:
     have meshes of their own."""
     apart: StageMeshes | None = None
     """The stages, if they have."""
+    members: dist.ProcessGroup | None = None
+    """All ranks of the mesh, if other ranks of the job have no part in the step."""
 
     @classmethod
     def of(
         cls, mesh: DeviceMesh | None, stages: Sequence[DeviceMesh], overlap: OverlapConfig
     ) -> "StepRanks":
-        """Collective on the default group where `stages` are given, as groups are made. Raises
-        InputError for what does not go together."""
+        """Collective on the default group where `stages` are given, and else on the ranks of the
+        mesh, as groups are made. Raises InputError for what does not go together."""
         if not stages:
-            return cls(mesh)
+            return cls(mesh, members=_members(mesh, overlap))
         with refused_together():
             if mesh is not None:
                 raise InputError(
@@ -55,7 +57,7 @@ class StepRanks:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that trace the same graphs; None for all."""
-        return None if self.apart is None else self.apart.stage
+        return self.members if self.apart is None else self.apart.stage
 
     @property
     def pipeline(self) -> tuple[int, int] | None:
@@ -95,3 +97,27 @@ class StepRanks:
             return LaidOutLink(self.apart, device, replicas=replicas, around=around, wait_s=wait_s)
         assert group is not None
         return StageLink(group, device, replicas=replicas, around=around, wait_s=wait_s)
+
+
+def _members(mesh: DeviceMesh | None, overlap: OverlapConfig) -> dist.ProcessGroup | None:
+    """A group of all ranks of a mesh; None if those are all of the job, or there is no mesh."""
+    if mesh is None or mesh.size() == dist.get_world_size():
+        return None
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.get_coordinate() is None:
+        raise InputError(
+            f"rank {dist.get_rank()} has no part in the mesh, whose ranks are "
+            f"{', '.join(map(str, ranks))}",
+            hint="call compile_step on the ranks of its mesh only",
+        )
+    if overlap.decompose == "auto":
+        raise InputError(
+            f'overlap.decompose = "auto" measures on all {dist.get_world_size()} ranks of the job '
+            f"together, and the mesh has {mesh.size()} of them",
+            hint='name a variant, such as "ring", or set it to "off"',
+        )
+    if mesh.ndim == 1:
+        return mesh.get_group(0)
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -20,6 +20,7 @@ from interlace.graphs.collectives import is_collective
 from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
 from interlace.graphs.dropout import fix_dropout, takes_seeds
 from interlace.graphs.gradient_layouts import check_parameters, lay_out_gradients
+from interlace.graphs.group_axes import axes_of_groups
 from interlace.graphs.joint_backwards import split_joint_backwards
 from interlace.graphs.op_graphs import export, output_storages
 from interlace.graphs.parts import LOSS, RESULT, SAVED, GraphPart
@@ -228,6 +229,8 @@ def build_strands(
         chunk, reason = trace_chunk(module, example, watch=watch), ""
     reads, wanted = chunk.reads, chunk.results
     chunk = lay_out_gradients(chunk, module)
+    traced = (chunk.forward.graph, chunk.backward.graph)
+    axis_of_group = axes_of_groups(traced, axis_of_group)
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= module.named_buffers(remove_duplicate=False)
     chunk = fix_dropout(chunk, batch_inputs=len(example), tensors=tensors)

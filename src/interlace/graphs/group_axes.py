@@ -1,0 +1,52 @@
+"""Which mesh axis each process group of a trace belongs to.
+
+A group is found by its name, and otherwise by its ranks: torch gives a second, equal mesh groups of
+new names, and a module keeps those of the mesh on which it was laid out.
+"""
+
+from collections.abc import Collection, Mapping
+
+from torch import fx
+
+from interlace.errors import InputError
+from interlace.graphs.collectives import group_of, is_collective, kind_of_collective
+from interlace.graphs.spread import Ranks, ranks_of
+
+
+def axes_of_groups(
+    graphs: Collection[fx.Graph], axis_of_group: Mapping[str, str]
+) -> dict[str, str]:
+    """`axis_of_group`, with the groups of all collectives of these graphs. Raises InputError for
+    one whose ranks are those of no axis."""
+    found = dict(axis_of_group)
+    by_ranks: dict[Ranks, str] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            if not is_collective(node) or (group := group_of(node)) in found:
+                continue
+            if not by_ranks:
+                for name, axis in axis_of_group.items():
+                    by_ranks.setdefault(ranks_of(name), axis)
+            if (ranks := ranks_of(group)) not in by_ranks:
+                raise _on_no_axis(node, ranks, by_ranks)
+            found[group] = by_ranks[ranks]
+    return found
+
+
+def _on_no_axis(node: fx.Node, ranks: Ranks, by_ranks: Mapping[Ranks, str]) -> InputError:
+    kind = kind_of_collective(node.target, node.args)
+    what = f"the module exchanges values between ranks {_listed(ranks)} ({kind}), "
+    if not by_ranks:
+        return InputError(
+            f"{what}and no mesh is given",
+            hint="give compile_step(mesh=...) the mesh on which the module was laid out",
+        )
+    axes = ", ".join(f"{axis} of ranks {_listed(on_it)}" for on_it, axis in by_ranks.items())
+    return InputError(
+        f"{what}which are those of no axis of the mesh: {axes}",
+        hint="give compile_step(mesh=...) a mesh with all axes over which the module was laid out",
+    )
+
+
+def _listed(ranks: Ranks) -> str:
+    return ", ".join(map(str, ranks))
