@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kineto_traces import TraceMaker
 
 from interlace.errors import InputError
-from interlace.explain import interval_sets as sets
 from interlace.explain.event_stream import EventStream
 from interlace.explain.explanation import explain
 from interlace.explain.kineto_collectives import (
@@ -27,6 +26,7 @@ from interlace.explain.kineto_events import nanoseconds
 from interlace.explain.kineto_trace import rank_trace
 from interlace.explain.rank_trace import Pass
 from interlace.explain.step_choice import StepChoice
+from interlace.ir import interval_sets as sets
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda each: (each[0], sum(each)))

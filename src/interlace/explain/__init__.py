@@ -13,7 +13,6 @@ kineto_trace.py        these together: a file as what one rank did
 run_trace.py           a run's recorded steps as what its ranks did
 rank_trace.py          what one rank did, whatever it was read from
 
-interval_sets.py       sets of moments
 exposure.py            communication that is hidden and exposed
 waiting.py             stragglers, and waiting apart from transfer
 pass_graphs.py         a traced micro-batch as graphs for the searches

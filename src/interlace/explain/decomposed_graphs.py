@@ -73,7 +73,6 @@ def _early(operators: list[Operator]) -> tuple[Operator, ...]:
     """Each send directly behind the last operator that it waits for, so that the order as it stands
     sends early."""
     found: list[Operator] = []
-    place: dict[str, int] = {}
     sends: dict[str, list[Operator]] = {}
     ids = {op.id for op in operators}
     first: list[Operator] = []
@@ -84,7 +83,6 @@ def _early(operators: list[Operator]) -> tuple[Operator, ...]:
             first.append(op)
     for op in first:
         found.append(op)
-        place[op.id] = len(found)
         waiting = [op.id]
         while waiting:
             for send in sends.pop(waiting.pop(0), ()):

@@ -8,8 +8,8 @@ That is `get_comm_comp_overlap` of HolisticTraceAnalysis, to the nanosecond of t
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from interlace.explain import interval_sets as sets
 from interlace.explain.rank_trace import Communicated, Computed, RankTrace
+from interlace.ir import interval_sets as sets
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import mean
 
-from interlace.explain import interval_sets as sets
 from interlace.explain.decomposed_graphs import decomposed, most_ns
 from interlace.explain.exposure import exposed_in, windows
 from interlace.explain.pass_graphs import PassGraph, busy_times, pass_graph
 from interlace.explain.rank_trace import Communicated, Pass, RankTrace
+from interlace.ir import interval_sets as sets
 from interlace.ir.graph import merge
 from interlace.search.evaluator import Evaluator
 from interlace.search.list_scheduling import order_list

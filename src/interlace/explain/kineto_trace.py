@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from interlace.errors import InputError
-from interlace.explain import interval_sets as sets
 from interlace.explain.kineto_collectives import (
     gloo_bytes,
     group_of,
@@ -31,6 +30,7 @@ from interlace.explain.kineto_events import (
 from interlace.explain.rank_trace import Communicated, Computed, RankTrace
 from interlace.explain.step_choice import ChosenSteps, StepChoice, choose_steps
 from interlace.explain.step_parts import HostTimes, placed
+from interlace.ir import interval_sets as sets
 
 
 def rank_trace(path: Path, choice: StepChoice, index: int = 0) -> RankTrace:

@@ -18,8 +18,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from interlace.explain import interval_sets as sets
 from interlace.explain.rank_trace import Communicated, Computed, Pass, RankTrace
+from interlace.ir import interval_sets as sets
 from interlace.ir.graph import COLLECTIVES, COMPUTE_LANE, Kind, Operator, OpGraph
 
 _PIECES = 1000

@@ -10,10 +10,10 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from interlace.explain import interval_sets as sets
-from interlace.explain.interval_sets import Interval
 from interlace.explain.rank_trace import Communicated, Computed, Pass, StepPlace
 from interlace.explain.step_choice import ChosenSteps
+from interlace.ir import interval_sets as sets
+from interlace.ir.interval_sets import Interval
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from interlace.explain import interval_sets as sets
 from interlace.explain.exposure import exposure
 from interlace.explain.rank_trace import Communicated, RankTrace
+from interlace.ir import interval_sets as sets
 
 _SENDS = ("send",)
 """Kinds whose durations on two ranks cannot be told to belong together."""

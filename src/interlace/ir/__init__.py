@@ -10,5 +10,6 @@ weave.py           strands that work in the same memory, joined
 costs.py           how long each part takes, alone and beside others
 noise.py           which measured times are not to be trusted
 timeline.py        what happened, or would happen, when; its steady state
+interval_sets.py   sets of moments: their union, what two have in common, and how long they are
 store.py           all of these as JSON files, read strictly
 """

@@ -11,10 +11,12 @@ operator only the last one goes backward. What lies between does not depend on t
 micro-batches, so it says what a long step would hide.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from interlace.ir.graph import COMPUTE_LANE
+from interlace.ir.interval_sets import length, union
 
 WAIT = "wait"
 """Kind of the spans in which the compute lane waits for a collective."""
@@ -95,8 +97,7 @@ class Timeline:
         """Time in which at least one link lane is busy, summed over lanes."""
         total = 0
         for lane in self.lanes[1:]:
-            spans = sorted((s.start_ns, s.end_ns) for s in self.spans if s.lane == lane)
-            total += _union(spans)
+            total += _busy_ns(span for span in self.spans if span.lane == lane)
         return total
 
     def hidden_fraction(self) -> float:
@@ -120,7 +121,7 @@ class Timeline:
                 lane=lane,
                 count=len(spans),
                 bytes=sum(s.bytes for s in spans),
-                busy_ns=_union(sorted((s.start_ns, s.end_ns) for s in spans)),
+                busy_ns=_busy_ns(spans),
                 exposed_ns=sum(waits.get(_identity(s), 0) for s in spans),
             )
             for (lane, kind), spans in sorted(rows.items())
@@ -131,13 +132,9 @@ def _identity(span: Span) -> str:
     return f"{span.strand}.{span.micro_batch}.{span.name}"
 
 
-def _union(intervals: list[tuple[int, int]]) -> int:
-    """Total length covered by sorted intervals."""
-    total, reach = 0, 0
-    for start, end in intervals:
-        total += max(0, end - max(start, reach))
-        reach = max(reach, end)
-    return total
+def _busy_ns(spans: Iterable[Span]) -> int:
+    """Time in which at least one of the spans runs."""
+    return length(union((span.start_ns, span.end_ns) for span in spans))
 
 
 def overlaps(spans: tuple[Span, ...]) -> list[tuple[Span, Span]]:
