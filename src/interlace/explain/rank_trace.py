@@ -89,7 +89,7 @@ class RankTrace:
     source: str
     """File that it was read from."""
     device: str
-    """`GPU` or `CPU`."""
+    """`GPU`, `CPU`, or `run` for a step that Interlace recorded."""
     steps: tuple[MarkedStep, ...]
     computed: tuple[Computed, ...]
     communicated: tuple[Communicated, ...]
