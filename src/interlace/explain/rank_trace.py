@@ -95,13 +95,3 @@ class RankTrace:
     communicated: tuple[Communicated, ...]
     left_out: str = ""
     """Steps of the trace that are not among `steps`, and why, as a sentence."""
-
-    @property
-    def knows_passes(self) -> bool:
-        """Whether the trace says what is forward and what is backward."""
-        return any(each.place.part == Pass.BACKWARD for each in self.computed)
-
-    @property
-    def micro_batches(self) -> int:
-        """Forwards and backwards of a step; 0 if the trace does not say."""
-        return max((each.place.micro_batch for each in self.computed), default=0)
