@@ -27,6 +27,7 @@ from interlace.compiled import (
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
 from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
+from interlace.graphs.capture_settings import no_collections
 from interlace.graphs.wide_sums import wide_sums
 from interlace.hardware.cluster_costs import ClusterMachine
 from interlace.measure.site_times import decompose_of
@@ -61,6 +62,7 @@ from interlace.step import Draws, Step
 Batch = tuple[Tensor, ...]
 
 
+@no_collections()
 def compile_step(
     module: nn.Module,
     loss_fn: LossFunction,
