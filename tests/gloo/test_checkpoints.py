@@ -113,6 +113,17 @@ def test_damage_is_found_and_the_one_before_is_taken(runs: Runs) -> None:
     assert aside == [f"step-{step:08d}.damaged-1" for step in (STEPS - EVERY, STEPS)]
 
 
+def test_a_finished_run_has_nothing_left_to_do(runs: Runs) -> None:
+    """It says so before a model is built, and changes none of its results."""
+    shutil.copytree(runs.folder / "one", runs.folder / "done")
+    before = {path: path.read_bytes() for path in (runs.folder / "done").glob("[!.]*.*")}
+    (result,) = runs.train("done", checkpoint__resume="latest")
+    assert f"done holds this run, finished after step {STEPS}: nothing is left" in result.stderr
+    assert f"hint: set train.steps above {STEPS} to go on" in result.stderr
+    assert before == {path: path.read_bytes() for path in before}
+    assert "plan by search" not in result.stdout + result.stderr
+
+
 def flip(folder: Path) -> None:
     """One bit in the middle of a file."""
     path = folder / "rank-00001.safetensors"

@@ -4,7 +4,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from interlace.checkpoint.folders import Damaged, folder_name, read_manifest, saved_steps
+from interlace.checkpoint.folders import (
+    Damaged,
+    check_file,
+    folder_name,
+    read_manifest,
+    saved_steps,
+)
 from interlace.checkpoint.manifest import MANIFEST, Manifest
 from interlace.claims import Claim, Claims
 from interlace.config import RunConfig
@@ -95,6 +101,24 @@ def check_request(config: RunConfig) -> int:
     elif newest:
         check_model(config, newest)
     return epoch
+
+
+def finished_step(config: RunConfig) -> int:
+    """The step with which the run that is to go on has ended, if that leaves nothing to do; else 0,
+    also if its newest checkpoint is damaged. First rank only."""
+    directory = checkpoint_directory(config)
+    steps = saved_steps(directory)
+    if config.checkpoint.resume != "latest" or not steps or steps[0] < config.train.steps:
+        return 0
+    try:
+        events = read_metrics(Path(config.output.directory) / METRICS)
+        folder = directory / folder_name(steps[0])
+        for file in read_manifest(folder).files:
+            check_file(folder, file)
+    except (InputError, Damaged):  # what is wrong is told by what comes next
+        return 0
+    ended = [each.get("reason") for each in events if each["event"] == "end"]
+    return steps[0] if ended and ended[-1] == "finished" else 0
 
 
 def check_model(config: RunConfig, manifest: Manifest) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from interlace.checkpoint.request import finished_step
 from interlace.claims import Claims
 from interlace.config import RunConfig
 from interlace.errors import InputError
@@ -54,16 +55,31 @@ def _agreed_work(
 
 
 def _train(config: RunConfig, stop: StopFlag) -> int:
-    with _claimed(config) as claims:
+    claimed, finished = _claimed(config)
+    with claimed as claims:
+        if finished:
+            _say_finished(config, finished)
+            return 0
         session = open_session(config)
         check_built(session)
         Trainer(session, claims).run(stop)
     return 0
 
 
-def _claimed(config: RunConfig) -> Claims:
-    """The directories of this run, claimed by the first rank. Collective; a refusal is raised on
-    every rank alike."""
+def _say_finished(config: RunConfig, step: int) -> None:
+    if dist.get_rank() == 0:
+        directory = config.output.directory
+        print(
+            f"{directory} holds this run, finished after step {step}: nothing is left to do\n"
+            f"hint: set train.steps above {step} to go on; `interlace report {directory}` draws it",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _claimed(config: RunConfig) -> tuple[Claims, int]:
+    """The directories of this run, claimed by the first rank, and the step after which it has
+    finished already, or 0. Collective; a refusal is raised on every rank alike."""
     claims: Claims | None = None
     answer: dict[str, Any] = {}
     if dist.get_rank() == 0:
@@ -71,12 +87,14 @@ def _claimed(config: RunConfig) -> Claims:
             claims = claim_directory(published_shape(config))  # a checkpoint holds it in full
             epoch = claims.checkpoints.epoch if claims.checkpoints else 0
             answer = {"token": claims.output.token, "epoch": epoch}
+            answer |= {"finished": finished_step(config)}
         except InputError as error:
             answer = {"message": error.message, "hint": error.hint}
     answer = json.loads(broadcast_text(json.dumps(answer)))
     if "message" in answer:
         raise InputError(answer["message"], hint=answer["hint"])
-    return claims or join_claims(config, answer["token"], answer["epoch"])
+    claims = claims or join_claims(config, answer["token"], answer["epoch"])
+    return claims, answer["finished"]
 
 
 def _first_rank_says(error: InputError, store: dist.Store) -> bool:
