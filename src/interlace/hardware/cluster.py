@@ -58,6 +58,10 @@ class IntraHostLink:
     """Multiprocessors that a collective occupies (NCCL channels)."""
     link: str = ""
     """Class of the link, a name of `link_rates.LINKS`."""
+    island: int = 0
+    """Devices that this link joins, if a host has several such groups; 0: all of the host."""
+    between_gb_per_s: float = 0.0
+    """Data-sheet rate of all that joins two islands, in one direction, in 1e9 byte/s."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -192,6 +196,12 @@ def load_cluster(path: str) -> Cluster:
     table, text = read_toml(file)
     where = partial(place_of, str(file), text)
     cluster = _structure(table, Cluster, prefix="", where=where)
+    if (cluster.intra_host.island > 0) != (cluster.intra_host.between_gb_per_s > 0):
+        raise InputError(
+            f"{where('intra_host')}: island = {cluster.intra_host.island} and between_gb_per_s = "
+            f"{cluster.intra_host.between_gb_per_s:g} belong together",
+            hint="give both, or neither",
+        )
     for key, check in (
         ("gpu", lambda: reached_shares(cluster.gpu)),
         ("intra_host.link", lambda: link_class(cluster.intra_host.link, inside=True)),
@@ -269,6 +279,7 @@ def _value(value: Any, type_: type, name: str, where: str) -> Any:
             f"{where}: {name} = {value!r} must be a fraction", hint="0.8 is 80 % of the data sheet"
         )
     may_be_zero = key in ("step_latency_us", "sms_held", "hosts", "ports_per_host")
+    may_be_zero = may_be_zero or key in ("island", "between_gb_per_s")
     if value < 0 or (value == 0 and not may_be_zero):
         raise InputError(
             f"{where}: {name} = {value!r} must be {'0 or more' if may_be_zero else 'above 0'}",

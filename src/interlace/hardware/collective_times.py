@@ -147,7 +147,10 @@ def _across(cluster: Cluster) -> LinkClass:
 def _around_bytes_per_s(cluster: Cluster, place: GroupPlace) -> float:
     """Rate at which one rank passes on what rings carry: each device that the group has in a host
     is the way out of one of them."""
-    inside = cluster.intra_host.bytes_per_s if place.local > 1 else math.inf
+    link = cluster.intra_host
+    inside = link.bytes_per_s if place.local > 1 else math.inf
+    if link.island and place.local > link.island:
+        inside = min(inside, link.between_gb_per_s * 1e9 * link.efficiency)
     if place.hosts == 1:
         return inside
     return min(inside, place.local * across_bytes_per_s(cluster, place.senders))

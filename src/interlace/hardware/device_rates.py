@@ -15,8 +15,12 @@ They are sustained rates: a short run of one kernel on a cool GPU is faster, by 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from interlace.errors import InputError, nearest
+
+AttentionKernel = Literal["unfused", "flash1", "flash2", "newest"]
+"""Attention of a program: its scores in memory, FlashAttention by generation, or the fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +34,28 @@ class ReachedShares:
     attention_backward: float
     memory: float
     """Of the memory bandwidth: an operator that only moves bytes."""
+    flash1: float = 0.55
+    """Rate of FlashAttention 1 over that of the newest kernel for this class."""
+    flash2: float = 1.0
+    """Rate of FlashAttention 2 over the same."""
 
+
+HOPPER = ReachedShares(
+    matmul=0.64,
+    attention_forward=0.62,
+    attention_backward=0.5,
+    memory=0.85,
+    flash1=0.3,
+    flash2=0.6,
+)
+"""H100, H200 and GH200."""
 
 REACHED: dict[str, ReachedShares] = {
     "V100": ReachedShares(matmul=0.70, attention_forward=0.40, attention_backward=0.32, memory=0.8),
     "A40": ReachedShares(matmul=0.70, attention_forward=0.55, attention_backward=0.48, memory=0.85),
-    "A100": ReachedShares(matmul=0.85, attention_forward=0.70, attention_backward=0.62, memory=0.9),
-    "H100": ReachedShares(matmul=0.70, attention_forward=0.62, attention_backward=0.5, memory=0.85),
-    "GH200": ReachedShares(matmul=0.7, attention_forward=0.62, attention_backward=0.5, memory=0.85),
+    "A100": ReachedShares(matmul=0.80, attention_forward=0.70, attention_backward=0.62, memory=0.9),
+    "H100": HOPPER,
+    "GH200": HOPPER,
     "B200": ReachedShares(matmul=0.5, attention_forward=0.55, attention_backward=0.45, memory=0.67),
 }
 """By class. An A800 is an A100, an H800 and an H200 are an H100, a GB200 is a B200."""

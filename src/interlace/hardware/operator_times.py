@@ -8,13 +8,14 @@ each at least its bytes through memory, and a kernel's start and end on top. A m
 tiles, which multiprocessors work off in waves; the last wave and the last tiles are partly idle,
 and small tiles load more bytes per multiplication. Of all tiles the best counts, as libraries
 choose. Held against 697 measured GEMMs (SimuMax's tables of A100-PCIe and B200) the mean error is
-4 % on the one and 15 % on the other. The share of the peak was fitted to each, the tiles to the first.
+4 % on the one and 15 % on the other. The share of the peak was fitted to each, the tiles to the
+first.
 """
 
 import math
 from functools import lru_cache
 
-from interlace.hardware.device_rates import DeviceRates
+from interlace.hardware.device_rates import AttentionKernel, DeviceRates
 
 TILES = (
     (256, 128, 1.0),
@@ -37,6 +38,10 @@ UNFUSED_PASSES_FORWARD = 6
 """Reads and writes of the scores (heads x sequence x sequence) in unfused attention: out of the
 matmul, scaled and masked softmax, dropout, into the matmul."""
 UNFUSED_PASSES_BACKWARD = 10
+ALIGNED = 8
+"""Elements of 16 bits that a row must be a multiple of for tensor cores."""
+UNALIGNED_SHARE = 1 / 16
+"""Rate without tensor cores: 19.5 of 312 TFLOP/s on A100."""
 ELEMENT_BYTES = 2
 
 
@@ -75,10 +80,12 @@ def fused_attention_s(
     head_size: int,
     causal: bool = True,
     backward: bool = False,
+    kernel: AttentionKernel = "newest",
 ) -> float:
     """Seconds of FlashAttention over `batch` sequences; backward has 2.5 times the work."""
     multiplied = 4.0 * batch * heads * sequence * sequence * head_size / (2 if causal else 1)
     reached = device.reached.attention_backward if backward else device.reached.attention_forward
+    reached *= {"flash1": device.reached.flash1, "flash2": device.reached.flash2}.get(kernel, 1.0)
     blocks = batch * heads * math.ceil(sequence / QUERIES_PER_BLOCK)
     waves = math.ceil(blocks / device.multiprocessors) * device.multiprocessors
     full = sequence / (sequence + HALF_SEQUENCE * (2 if causal else 1))
@@ -107,10 +114,12 @@ def unfused_attention_s(
     per_matmul = matmul_s(device, sequence, sequence, head_size, batch * heads)
     values = matmul_s(device, sequence, head_size, sequence, batch * heads)
     products = 2 * (per_matmul + values) if backward else per_matmul + values
+    if head_size % ALIGNED:
+        products /= UNALIGNED_SHARE
     return products + moved_s(device, passes * scores, kernels=4)
 
 
-def launched_s(device: DeviceRates, busy_s: float, operators: int) -> float:
+def launched_s(device: DeviceRates, busy_s: float, operators: float) -> float:
     """Seconds of so many operators in a row: the device's, or the host's if that starts them more
     slowly than they run."""
     return max(busy_s, operators * device.launch_s)
