@@ -59,6 +59,7 @@ def source_settings(source: str) -> dict[str, Any]:
         "llm-foundry": {"attention": "flash1"},
         "torchtitan": {"gated": True, "attention": "flash2"},
         "vTrain": megatron_deepspeed,
+        "vTrain, one host": megatron_deepspeed,
         "SimuMax": {"gated": True},
         "Sailor": megatron_deepspeed,
         "BigScience BLOOM": megatron_deepspeed,
@@ -90,22 +91,39 @@ def source_cluster(gpu: str) -> Cluster:
 
 
 def measured_rows() -> dict[str, SourceRows]:
-    """The table by source and GPU, in its order."""
-    file = Path(interlace.presets.__path__[0]) / "measured" / "training.csv"
+    """The tables by source and GPU, in their order."""
     found: dict[str, SourceRows] = {}
-    with file.open(encoding="utf-8", newline="") as lines:
-        for row in csv.DictReader(lines):
-            name = f"{row['source']}, {row['gpu'].partition(' ')[0]}"
-            rows = found.setdefault(name, SourceRows(name))
-            reason = _why_not(row)
-            if not reason:
-                try:
-                    rows.steps.append(_step(row))
-                except InputError as error:
-                    reason = error.message
-            if reason:
-                rows.left_out[reason] = rows.left_out.get(reason, 0) + 1
+    clusters: dict[str, Cluster] = {}
+    for row in [*_table("training.csv"), *map(_one_host, _table("single_node.csv"))]:
+        name = f"{row['source']}, {row['gpu'].partition(' ')[0]}"
+        rows = found.setdefault(name, SourceRows(name))
+        reason = _why_not(row)
+        if not reason:
+            try:
+                if row["gpu"] not in clusters:
+                    clusters[row["gpu"]] = source_cluster(row["gpu"])
+                rows.steps.append(_step(row, clusters[row["gpu"]]))
+            except InputError as error:
+                reason = error.message
+        if reason:
+            rows.left_out[reason] = rows.left_out.get(reason, 0) + 1
     return found
+
+
+def _table(name: str) -> list[dict[str, str]]:
+    file = Path(interlace.presets.__path__[0]) / "measured" / name
+    with file.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _one_host(row: dict[str, str]) -> dict[str, str]:
+    """A row of vTrain's single host with what all of them have in common."""
+    common = dict.fromkeys(
+        ("kv_heads", "vocab", "cp", "vpp", "ep", "zero", "memory_gib", "notes"), ""
+    )
+    common |= {"source": "vTrain, one host", "gpu": "A100-SXM", "model": "GPT", "seq": "1024"}
+    common |= {"recompute": "full", "precision": "fp16"}
+    return {**common, **row, "ffn": str(4 * int(row["hidden"]))}
 
 
 def _why_not(row: dict[str, str]) -> str:
@@ -129,7 +147,7 @@ def _why_not(row: dict[str, str]) -> str:
     return ""
 
 
-def _step(row: dict[str, str]) -> MeasuredStep:
+def _step(row: dict[str, str], cluster: Cluster) -> MeasuredStep:
     def number(key: str, default: int) -> int:
         return int(row[key]) if row[key] else default
 
@@ -160,4 +178,4 @@ def _step(row: dict[str, str]) -> MeasuredStep:
         **settings,
     )
     memory = float(row["memory_gib"]) if row["memory_gib"] else None
-    return MeasuredStep(source_cluster(row["gpu"]), job, float(row["step_time_s"]), memory)
+    return MeasuredStep(cluster, job, float(row["step_time_s"]), memory)
