@@ -13,7 +13,6 @@ first.
 """
 
 import math
-from functools import lru_cache
 
 from interlace.hardware.device_rates import AttentionKernel, DeviceRates
 
@@ -45,7 +44,6 @@ UNALIGNED_SHARE = 1 / 16
 ELEMENT_BYTES = 2
 
 
-@lru_cache(maxsize=4096)
 def matmul_share(rows: int, columns: int, depth: int, multiprocessors: int) -> float:
     """Share of the reached peak that a matmul of this shape has, 0 to 1."""
     best = 0.0
