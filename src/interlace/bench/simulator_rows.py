@@ -154,6 +154,8 @@ def _step(row: dict[str, str], cluster: Cluster) -> MeasuredStep:
     settings = dict(source_settings(row["source"]))
     if "PURE" in row["notes"] or "fp32 grad" in row["precision"]:
         settings["gradient_bytes"] = 2 if "PURE" in row["notes"] else 4
+    if "eager" in row["notes"]:
+        settings["fused_operators"] = False
     layers, pipeline = number("layers", 1), number("pp", 1)
     # Two slots of the pipeline are taken by the embedding and the head where only so it divides.
     even = layers % pipeline == 0

@@ -25,6 +25,12 @@ NORM_PASSES = 11
 sums with bias and dropout (7)."""
 NORM_PASSES_GATED = 10
 """The same without biases and dropout."""
+NORM_PASSES_EAGER = 42
+"""With operators one by one: a norm is cast, squared, averaged, scaled, cast, weighted (18)."""
+SPLIT_PASSES_EAGER = 18
+"""Queries and keys cast, turned as complex numbers, cast back, besides what is split."""
+EAGER_KERNELS = 3
+"""Kernels for one of a fused program, outside of matmuls."""
 SPLIT_PASSES = 6
 """Of tokens x hidden / tensor ranks: queries, keys and values split, turned, joined."""
 BACKWARD_PASSES = 1.5
@@ -79,7 +85,11 @@ def _moved_bytes(job: StepJob) -> float:
     split = job.tensor if job.sequence_parallel else 1
     activation = (3 if job.gated else 2) * job.ffn / job.hidden
     norms = NORM_PASSES_GATED if job.gated else NORM_PASSES
-    passes = norms / split + (SPLIT_PASSES + activation) / job.tensor
+    turned = SPLIT_PASSES
+    if not job.fused_operators:
+        norms, turned = NORM_PASSES_EAGER, SPLIT_PASSES_EAGER
+        activation += 2 * job.ffn / job.hidden
+    passes = norms / split + (turned + activation) / job.tensor
     return 2.0 * job.tokens * job.hidden * passes
 
 
@@ -114,10 +124,11 @@ def layer_passes(cluster: Cluster, device: DeviceRates, job: StepJob) -> tuple[P
         for columns, depth in _linear_shapes(job)
     ]
     moved = _moved_bytes(job)
+    more = 1 if job.fused_operators else EAGER_KERNELS
     attention = _attention_s(device, job, backward=False)
-    forward_s = sum(linear) + attention + moved_s(device, moved, FORWARD_KERNELS - 5)
+    forward_s = sum(linear) + attention + moved_s(device, moved, more * (FORWARD_KERNELS - 5))
     backward_s = sum(slopes) + _attention_s(device, job, backward=True)
-    backward_s += moved_s(device, moved * BACKWARD_PASSES, BACKWARD_KERNELS - 10)
+    backward_s += moved_s(device, moved * BACKWARD_PASSES, more * (BACKWARD_KERNELS - 10))
     exchange_s = 2 * tensor_exchange_s(cluster, job)
     if job.micro_batches > 1 and job.sharding < 3:  # added to the sum of the micro-batches
         summed = SUMMED_BYTES * job.layer_parameters / job.tensor

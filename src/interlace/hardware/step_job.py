@@ -40,6 +40,9 @@ class StepJob:
     """`attention`: its core; `alternate`: every other matmul or layer; `full`: every layer."""
     attention: AttentionKernel = "newest"
     """Which attention the program has; see `device_rates`."""
+    fused_operators: bool = True
+    """Norms, rotations, activations and the loss are one kernel each; otherwise PyTorch's operators
+    one after the other, in float32 where Llama's are."""
     sequence_parallel: bool = True
     """Tensor ranks split norms and residuals along the sequence."""
     sharding: Literal[0, 1, 2, 3] = 0

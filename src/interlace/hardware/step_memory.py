@@ -80,7 +80,8 @@ def stage_memory(job: StepJob, stage: int) -> RankMemory:
     if job.recompute == "full":
         activations += layer_activation_bytes(job, kept_whole=True)
     last = stage == job.pipeline - 1
-    logits = 6.0 * job.tokens * job.vocab / job.tensor * last
+    # In 16 bits and in float32; one by one also their logarithms and their gradient in float32.
+    logits = (6.0 if job.fused_operators else 14.0) * job.tokens * job.vocab / job.tensor * last
     return RankMemory(
         stage=stage,
         weights_bytes=weights,
