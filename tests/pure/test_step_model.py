@@ -103,6 +103,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
         ({"recompute": "full"}, "compute_s"),
         ({"recompute": "attention"}, "compute_s"),
         ({"recompute": "alternate"}, "compute_s"),
+        ({"fused_operators": False}, "compute_s"),
         ({"data": 8, "micro_batches": 8}, "gradients_s"),
         ({"tensor": 16}, "tensor_s"),
         ({"pipeline": 16}, "bubble_s"),
