@@ -70,9 +70,9 @@ def source_settings(source: str) -> dict[str, Any]:
 def source_cluster(gpu: str) -> Cluster:
     """The hosts of a source by what it says of its GPU."""
     a100, h100, v100 = (load_cluster(name) for name in ("a100-80", "h100", "v100"))
-    if (
-        "Jean Zay" in gpu
-    ):  # two boards of 4, whose 4 x 31.5 GB/s of PCIe join them; 4 ports of 100 Gbit/s
+    if "Jean Zay" in gpu:
+        # Four NVLinks between GPUs (arXiv 2211.05100), which we read as two boards of 4, joined by
+        # 4 x 31.5 GB/s of PCIe; 4 ports of 100 Gbit/s for all 8.
         network = replace(a100.inter_host, gbit_per_s=50, efficiency=0.6, link="omni-path")
         inside = replace(a100.intra_host, island=4, between_gb_per_s=126)
         return replace(a100, ports_per_host=4, intra_host=inside, inter_host=network)
