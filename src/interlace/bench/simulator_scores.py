@@ -16,8 +16,9 @@ from interlace.hardware.step_model import estimate_step
 
 FEWEST_TO_FIT = 6
 """With fewer rows a third says nothing."""
-SPEEDS = tuple(0.70 + 0.02 * step for step in range(31))
-"""Factors on the rates of the device, 0.7 to 1.3."""
+SPEEDS = tuple(0.7 + 0.1 * step for step in range(7))
+"""Factors on the rates of the device; then by steps of 0.02 around the best."""
+FINE = (-0.08, -0.06, -0.04, -0.02, 0.0, 0.02, 0.04, 0.06, 0.08)
 LAUNCHES_S = tuple(1e-6 * us for us in (6, 3, 9, 12, 16, 20, 26, 34, 44))
 """Host time for each kernel; 6 us without a fit."""
 
@@ -98,9 +99,10 @@ def fit(steps: Sequence[MeasuredStep]) -> tuple[float, float]:
         predicted = [seconds_of(step, speed, launch_s) for step in steps]
         return mean_error(predicted, [step.seconds for step in steps])
 
-    launch_s = 6e-6
-    for _ in range(3):
-        speed = min(SPEEDS, key=lambda each, launch=launch_s: error(each, launch))
+    launch_s, speed = 6e-6, 1.0
+    for speeds in (SPEEDS, FINE, FINE):
+        around = speeds if speeds is SPEEDS else [round(speed + each, 3) for each in speeds]
+        speed = min(around, key=lambda each, launch=launch_s: error(each, launch))
         launch_s = min(LAUNCHES_S, key=lambda each, at=speed: error(at, each))
     return speed, launch_s
 
