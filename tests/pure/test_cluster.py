@@ -88,6 +88,7 @@ def test_wrong_files_are_refused(tmp_path: Path, old: str, new: str, message: st
         ("gb_per_s = 200", 'gb_per_s = "200 GB/s"', "the number alone: .*gb_per_s is in 1e9 byte"),
         ('gpu = "A100"', 'gpu = "A10"', "did you mean 'A100'"),
         ('link = "nvlink3"', 'link = "nvlink"', "did you mean 'nvlink"),
+        ('link = "nvlink3"', "island = 4", "give both, or neither"),
     ],
 )
 def test_another_unit_gets_a_hint(tmp_path: Path, old: str, new: str, hint: str) -> None:

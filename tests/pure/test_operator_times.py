@@ -186,6 +186,19 @@ def test_ports_are_shared() -> None:
     assert beside == pytest.approx(4 * alone, rel=0.01)
 
 
+def test_a_host_of_two_boards_is_as_fast_as_what_joins_them() -> None:
+    """Groups of one board run at NVLink's rate; a group of both at that of PCIe."""
+    inside = replace(A100.intra_host, island=4, between_gb_per_s=60)
+    boards = replace(A100, intra_host=inside)
+    one, both = (
+        collective_time(boards, Kind.ALL_REDUCE, 2**30, group_place(boards, range(ranks))).seconds
+        for ranks in (4, 8)
+    )
+    place = group_place(A100, range(4))
+    assert one == collective_time(A100, Kind.ALL_REDUCE, 2**30, place).seconds
+    assert both == pytest.approx(2 * 7 / 8 * 2**30 / (60e9 * 0.77), rel=0.01)
+
+
 def test_an_axis_of_a_mesh_has_a_place() -> None:
     """Neighbours fill a host; ranks a host apart are alone in theirs, among eight senders."""
     assert axis_place(A100, 8, 1, 64) == GroupPlace(ranks=8, hosts=1, local=8, senders=8)
