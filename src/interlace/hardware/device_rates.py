@@ -4,9 +4,10 @@ A cluster file names the class (`gpu = "A100"`); one that names none gets the va
 peaks, bandwidths and multiprocessors themselves are the file's. Sources of the fractions:
 
     matmul          fits of `operator_times.matmul_share` to SimuMax's tables of GEMMs: A100-PCIe
-                    0.78 (183 shapes, mean error 4 %), B200 0.50 (514 shapes, 15 %). A100 SXM has
-                    0.85 from best shapes of stas00/ml-engineering (0.87) less what power takes in a
-                    long run. Hopper and others as the best shapes there, less the same.
+                    0.78 (183 shapes, mean error 4 %), B200 0.50 (514 shapes, 15 %). The best
+                    shapes of stas00/ml-engineering reach 0.87 on A100 SXM and 0.80 on H100 in a
+                    short run; 0.80 and 0.64 were chosen for a long one with published training
+                    steps in view (`interlace bench simulator`). V100 and A40 are guesses.
     attention       FlashAttention-2 on A100 and FlashAttention-2 and 3 on H100 as their papers
                     print; B200 by SimuMax's tables. The rest as the nearest.
     memory          SimuMax: 0.91 on A100, 0.67 on B200.

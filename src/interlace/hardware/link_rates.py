@@ -2,8 +2,9 @@
 
 A cluster file names the class of both links (`link = "nvlink4"`). Rates and the efficiency are the
 file's, since hosts differ; what a hop takes is a property of the technology and of NCCL. The
-latencies are those of NCCL's own tuner (`src/graph/tuning.cc`, Apache-2.0), in microseconds per hop
-for the protocols LL, LL128 and Simple.
+latencies of NVLink, PCIe and networks are those of NCCL's own tuner (`src/graph/tuning.cc`), in
+microseconds per hop for the protocols LL, LL128 and Simple. Those of Ethernet and EFA, and of
+single messages, are round figures.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class LinkClass:
     """Share of the data sheet at which the switch reduces a tensor (NVLS); 0: it cannot."""
 
 
-_PCIE = LinkClass(ring_hop_us=(1.0, 1.9, 5.7), tree_hop_us=(1.0, 1.9, 5.7), send_us=15.0)
+_PCIE = LinkClass(ring_hop_us=(1.0, 2.5, 5.7), tree_hop_us=(1.0, 1.9, 4.0), send_us=15.0)
 _NVLINK = LinkClass(ring_hop_us=(0.6, 1.9, 3.4), tree_hop_us=(0.6, 1.25, 4.0), send_us=10.0)
 _NETWORK = LinkClass(ring_hop_us=(2.7, 4.0, 14.0), tree_hop_us=(5.0, 8.5, 14.0), send_us=20.0)
 _SLOW_NETWORK = LinkClass(
