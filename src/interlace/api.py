@@ -16,11 +16,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.compiled import CachedTimes, Compilation, Constants, StepSettings
+from interlace.compiled import (
+    CachedTimes,
+    Compilation,
+    ComputedTimes,
+    Constants,
+    StepSettings,
+    machine_of_plan,
+)
 from interlace.config import OverlapConfig, PlanConfig, RunConfig
 from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
+from interlace.graphs.capture_settings import no_collections
 from interlace.graphs.wide_sums import wide_sums
+from interlace.hardware.cluster_costs import ClusterMachine
 from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import DataLayout
 from interlace.parallel.local_parts import local
@@ -36,6 +45,7 @@ from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.mesh_axes import (
     axis_of_group,
     data_rank_of,
+    rank_groups,
 )
 from interlace.runtime.module_tree import refuse_gradient_hooks
 from interlace.runtime.same_module import ModuleAgreement
@@ -52,6 +62,7 @@ from interlace.step import Draws, Step
 Batch = tuple[Tensor, ...]
 
 
+@no_collections()
 def compile_step(
     module: nn.Module,
     loss_fn: LossFunction,
@@ -75,25 +86,24 @@ def compile_step(
     names the axes of its collectives. Gradients are averaged over an axis `dp_replicate`, whose
     ranks hold equal weights and see different data. `strands=1` runs the same graphs one
     micro-batch after the other. `schedule` takes the place of `strands`: `one_strand`,
-    `two_strand`, `folded`, or a function of your own (docs/concepts/schedules.md), itself or as
-    `"module:function"`. An axis `pp` of `mesh` is a pipeline: its ranks run the chunks of such a
-    schedule, each builds the whole module, and afterwards has gradients of its own stage. Chunks
-    have equal shares of the arithmetic, or begin with the sub-modules that `split_at` names,
+    `two_strand`, `folded`, or a function of your own or its `"module:name"`
+    (docs/concepts/schedules.md). An axis `pp` of `mesh` is a pipeline: its ranks run the chunks of
+    such a schedule, each builds the whole module, and afterwards has gradients of its own stage.
+    Chunks have equal shares of the arithmetic, or begin with the sub-modules that `split_at` names,
     without the first; `wait_s` bounds each wait for another rank. `stages` takes the place of
-    `mesh` in a pipeline whose stages are laid out each in its own way: one mesh for each, and each
-    rank builds the module in the layout of its own (docs/concepts/stage-layouts.md). `config` says
-    how the order is found, `overlap` whether collectives are cut into sends under partial matmuls.
-    Masks of dropout follow from torch's seed at this call, step and micro-batch. `per_rank` names
-    plain parameters and buffers of which each rank has its own.
+    `mesh` where each stage has a layout of its own: a mesh for each, and a rank builds the module
+    in that of its stage (docs/concepts/stage-layouts.md). `config` says how the order is found,
+    `overlap` whether collectives are cut into sends under partial matmuls. Masks of dropout follow
+    from torch's seed at this call, step and micro-batch. `per_rank` names plain parameters and
+    buffers of which each rank has its own.
 
     One strand and two give the same bits; on CUDA only with deterministic kernels: set
     CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before
     `init_process_group`. Else this call warns, and `step.nondeterminism` has the reasons.
 
-    Collective on the ranks of `mesh`, which must all run the same program; with `stages` or without
-    a mesh on the default process group, which one process does not need. Hold `loss_parallel()`
-    around it if the loss needs that. Raises InputError for what cannot be traced, with module and
-    line, for a mesh axis `dp_shard`, and for inputs on a GPU that is not the current one.
+    Collective on the ranks of `mesh`, or else of the default process group; all run the same
+    program. Hold `loss_parallel()` around it if the loss needs that. Raises InputError for what
+    cannot be traced, with module and line, for a mesh axis `dp_shard`, for inputs on another GPU.
     """
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
     ranks = StepRanks.of(mesh, stages, overlap)
@@ -106,9 +116,10 @@ def compile_step(
         alike = ModuleAgreement(module, ranks.mesh, per_rank, ranks.group)
         data = ranks.data(chunk, dtype := _type_of_sums(module))
         link = ranks.link(chunk, example[0].device, wait_s)
+        machine = machine_of_plan(config, rank_groups(ranks.mesh))
     alike.check_software(loss_fn)
     trace = _trace(chunk, example, ranks.mesh, data, dtype)
-    decompose = decompose_of(overlap, example[0].device)
+    decompose = decompose_of(overlap, example[0].device, machine)
     candidates = _candidates(trace, decompose, overlap, found, ranks, split_at)
     whole = candidates.whole
     with refused_together(ranks.group):
@@ -119,7 +130,7 @@ def compile_step(
     gradients = ParameterGradients(
         chunk, whole.held_parameters, whole.placements, dtype, replicas=ranks.has_replicas(chunk)
     )
-    times = _times(config, example, gradients.constants, ranks.group)
+    times = _times(config, example, gradients.constants, ranks.group, machine)
     compilation = Compilation(candidates, _settings(config, overlap, whole, data), times)
     tensors = UserModule(chunk, gradients, binding, form, alike)
     return _step(compilation, found, tensors, data_rank_of(ranks.mesh, whole), link, ranks)
@@ -240,8 +251,14 @@ def _settings(
 
 
 def _times(
-    config: PlanConfig, example: Batch, constants: Constants, group: dist.ProcessGroup | None
-) -> CachedTimes:
+    config: PlanConfig,
+    example: Batch,
+    constants: Constants,
+    group: dist.ProcessGroup | None,
+    machine: ClusterMachine | None,
+) -> CachedTimes | ComputedTimes:
+    if machine is not None:
+        return ComputedTimes(machine=machine)
     say = logging.getLogger("interlace").warning
     return CachedTimes(
         example=example, constants=constants, plan=config, link=RunConfig().link, say=say,

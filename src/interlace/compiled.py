@@ -14,6 +14,8 @@ from torch import Tensor
 
 from interlace.config import LinkConfig, OverlapConfig, PlanConfig
 from interlace.errors import InputError
+from interlace.hardware.cluster import load_cluster
+from interlace.hardware.cluster_costs import ClusterMachine, Groups
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan, read
 from interlace.lab.links import link_label
@@ -86,6 +88,23 @@ class CachedTimes:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComputedTimes:
+    """Times of graphs on a rank of a cluster, by its description: nothing is measured."""
+
+    machine: ClusterMachine
+
+    def __call__(self, strands: Strands) -> CostTable:
+        """The table of these graphs, the same on all ranks that read the same description."""
+        return self.machine.costs(strands.op_graphs)
+
+
+def machine_of_plan(plan: PlanConfig, groups: Groups) -> ClusterMachine | None:
+    """A rank of the cluster that `plan.cluster` names, whose lanes have these groups; None if times
+    are to be measured. Raises InputError if there is no such cluster, or if it is too small."""
+    return ClusterMachine(load_cluster(plan.cluster), groups) if plan.cluster else None
+
+
 class Compilation:
     """Traced graphs on their way to steps. All steps made from it share its tables of times.
 
@@ -99,7 +118,7 @@ class Compilation:
         settings: StepSettings,
         times: Callable[[Strands], CostTable],
     ) -> None:
-        """`times` gives the table of some graphs: measured here (`CachedTimes`), or computed."""
+        """`times` gives the table of some graphs, as `CachedTimes` and `ComputedTimes` do."""
         self.candidates = candidates
         self.tables: dict[str, CostTable] = {}
         """Times, by digest of the graphs."""

@@ -188,6 +188,9 @@ class PlanConfig:
     slower, all ranks go on with one. 0 trusts the plan."""
     profile_repeats: int = 5
     """Measurements per operator at start-up."""
+    cluster: str = ""
+    """Compute the times of operators for this cluster, a name or a file, and measure nothing at
+    start-up: it is sooner over, and the plan is as good as the file."""
     cache: bool = True
     """Keep measured times on disk, by graph and machine."""
 

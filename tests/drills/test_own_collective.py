@@ -15,7 +15,7 @@ from interlace.config import PlanConfig
 from interlace.errors import InputError
 from interlace.ir.graph import Kind
 
-QUICK = PlanConfig(cache=False, profile_repeats=1)
+QUICK = PlanConfig(cluster="h100")
 
 
 class Scaled(nn.Module):

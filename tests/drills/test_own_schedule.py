@@ -10,7 +10,7 @@ import interlace
 from interlace.config import PlanConfig
 from interlace.errors import InputError
 
-QUICK = PlanConfig(cache=False, profile_repeats=1)
+QUICK = PlanConfig(cluster="h100")
 MICRO_BATCHES = 5
 
 

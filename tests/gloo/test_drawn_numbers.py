@@ -21,7 +21,7 @@ from interlace.errors import InputError
 from interlace.step import Step
 
 pytestmark = pytest.mark.gloo
-QUICK = PlanConfig(cache=False, profile_repeats=1)
+QUICK = PlanConfig(cluster="h100")
 BOUND = 1e-12
 """Of relative differences in float64."""
 LOGGER = logging.getLogger("forward")

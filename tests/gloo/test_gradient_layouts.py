@@ -41,7 +41,7 @@ from interlace.graphs.gradient_layouts import convert
 from interlace.graphs.torch_private import fake_tensor_mode
 from interlace.graphs.writer import GraphWriter
 
-QUICK = PlanConfig(cache=False, profile_repeats=1, search="list")
+QUICK = PlanConfig(cluster="h100", search="list")
 BOUND = 1e-12
 """Largest difference over the largest gradient, in float64."""
 WEIGHT_BOUND = 1e-7

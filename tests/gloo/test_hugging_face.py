@@ -96,7 +96,7 @@ def interlaced_run(folder: str, strands: int) -> tuple[list[float], dict[str, to
             batches(0)[0],
             mesh=mesh,
             strands=strands,
-            config=PlanConfig(search="list", cache=False, profile_repeats=1),
+            config=PlanConfig(search="list", cluster="h100"),
         )
     optimizer, losses, first, seen = adam(model), [], {}, []
     for index in range(STEPS):

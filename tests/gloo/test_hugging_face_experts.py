@@ -21,7 +21,7 @@ from interlace.parallel.plans import apply_published_plan
 BOUND = 1e-5
 """Of gradients, over the largest one, in float32: grouped matmuls add in another order than the
 loop over experts."""
-QUICK = PlanConfig(search="list", cache=False, profile_repeats=1)
+QUICK = PlanConfig(search="list", cluster="h100")
 TRACED = {"mixtral": False, "mixtral, tied, linear": True, "qwen3_moe, dense layers": True}
 """Models, and whether their config.json asks for the auxiliary loss."""
 

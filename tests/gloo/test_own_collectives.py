@@ -180,7 +180,7 @@ def facts() -> dict[str, bool]:
             step = interlace.compile_step(
                 model, lambda m, x: m(x).square().mean(), batches[0], mesh=mesh,
                 schedule=schedule, per_rank=["*"],
-                config=PlanConfig(cache=False, profile_repeats=1),
+                config=PlanConfig(cluster="h100"),
             )  # fmt: skip
             model.zero_grad()
             step(batches)

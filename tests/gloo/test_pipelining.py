@@ -6,7 +6,6 @@ where Interlace promises bits, by bits.
 
 import gc
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ from stage_models import (
     tied,
     word_loss,
 )
-from strange_world import made_up_costs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -40,7 +38,7 @@ from interlace.config import PlanConfig
 from interlace.errors import InputError, RunError
 from interlace.pipelining import PipelineSchedule
 
-QUICK = PlanConfig(profile_repeats=1, cache=False)
+QUICK = PlanConfig(cluster="h100")
 COUNT = 4
 """Micro-batches of most tests."""
 
@@ -69,7 +67,7 @@ def right_step(
 
 def every_schedule(count: int, names: dict[str, int]) -> None:
     """Output, losses and gradients by each schedule, with so many stages on a rank."""
-    with gloo_group(60), mock.patch("interlace.compiled.profile_strands", made_up_costs):
+    with gloo_group(60):
         for name, chunks in names.items():
             total = chunks * dist.get_world_size()
             own = own_stages(mlps(total), name)

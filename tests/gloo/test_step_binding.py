@@ -25,7 +25,7 @@ import interlace
 from interlace.config import PlanConfig
 from interlace.errors import InputError, RunError
 
-QUICK = PlanConfig(cache=False, profile_repeats=1)
+QUICK = PlanConfig(cluster="h100")
 FACTOR = 1.0
 
 

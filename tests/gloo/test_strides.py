@@ -12,7 +12,7 @@ import interlace
 from interlace.config import PlanConfig
 from interlace.graphs.strides import copying_views, has_overlap, restrided
 
-QUICK = PlanConfig(cache=False, profile_repeats=1, search="list")
+QUICK = PlanConfig(cluster="h100", search="list")
 BOUND = 1e-14
 """Of losses and gradients in float64."""
 Batch = tuple[Tensor, ...]

@@ -16,7 +16,7 @@ gradient_layouts.py   each gradient comes to its parameter's layout
 joint_backwards.py    gradients of inputs and of weights as two operators
 data_parallel.py      gathers of weights and reductions of gradients
 dropout.py            masks that depend on numbers, not on what ran before
-capture_settings.py   how a forward is captured: sizes, logs, recurrent layers
+capture_settings.py   how a forward is captured: sizes, logs, recurrent layers, garbage
 ragged.py             operators that would look at how many rows have arrived for experts
 random_draws.py       other random numbers that a forward draws, the same way
 recompute.py          which values the backward computes again

@@ -24,7 +24,9 @@ class ClusterMachine:
     """A rank of a cluster whose lanes have these groups, as a `computed_costs.Machine`."""
 
     def __init__(self, cluster: Cluster, groups: Groups) -> None:
-        cluster.require(1 + max(rank for lane in groups.values() for g in lane for rank in g))
+        cluster.require(
+            1 + max((rank for lane in groups.values() for g in lane for rank in g), default=0)
+        )
         self.cluster = cluster
         self.flops_per_s = cluster.peak_tflops * 1e12
         self.bytes_per_s = cluster.memory_gb_per_s * 1e9
@@ -61,6 +63,12 @@ class ClusterMachine:
             found[lane] = "inter_host" if "inter_host" in names else "intra_host"
         return found
 
+    def costs(self, graphs: Mapping[str, OpGraph]) -> CostTable:
+        """Costs of every operator of `graphs`. Raises InputError if a lane of theirs has no ranks
+        here."""
+        sizes = {lane: len(each[0]) for lane, each in self.groups.items()}
+        return analytic_costs(graphs, self, sizes)
+
     def _of(self, lane: str) -> tuple[tuple[int, ...], ...]:
         if lane not in self.groups:
             raise InputError(
@@ -75,5 +83,4 @@ def cluster_costs(graphs: Mapping[str, OpGraph], cluster: Cluster, groups: Group
 
     Raises InputError if the groups have more ranks than the cluster, or miss a lane of the graphs.
     """
-    sizes = {lane: len(each[0]) for lane, each in groups.items()}
-    return analytic_costs(graphs, ClusterMachine(cluster, groups), sizes)
+    return ClusterMachine(cluster, groups).costs(graphs)

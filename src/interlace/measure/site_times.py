@@ -15,11 +15,12 @@ from interlace.config import OverlapConfig
 from interlace.decompose.choose import Request, SiteTimes, SliceTimes, Way
 from interlace.decompose.order import hop
 from interlace.decompose.rewrite.apply import Decompose
-from interlace.decompose.site_costs import MatmulShape, matmul_shapes_of, sent_value
+from interlace.decompose.site_costs import MatmulShape, computed_times, matmul_shapes_of, sent_value
 from interlace.decompose.sites import Site
 from interlace.graphs.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
 from interlace.graphs.torch_private import process_group
 from interlace.graphs.trace import StrandGraph
+from interlace.hardware.computed_costs import Machine
 from interlace.ir.noise import LARGEST_SPREAD
 from interlace.measure.repeats import least_noisy, spread
 from interlace.ranks.small_collectives import is_first_rank, largest
@@ -166,9 +167,12 @@ def _weight(matmul: MatmulShape, device: torch.device) -> Tensor:
     return value.uniform_()
 
 
-def decompose_of(overlap: OverlapConfig, device: torch.device) -> Decompose | None:
-    """What `[overlap]` asks for, with times measured on this machine."""
+def decompose_of(
+    overlap: OverlapConfig, device: torch.device, machine: Machine | None = None
+) -> Decompose | None:
+    """What `[overlap]` asks for, with times computed for `machine`, or measured on this one."""
     if overlap.decompose == "off":
         return None
     request = Request(variant=overlap.decompose, pieces=overlap.pieces)
-    return Decompose(request=request, times=MeasuredTimes(device))
+    times = computed_times(machine) if machine is not None else MeasuredTimes(device)
+    return Decompose(request=request, times=times)

@@ -25,6 +25,19 @@ def axis_of_group(mesh: DeviceMesh | None) -> dict[str, str]:
     return {mesh.get_group(index).group_name: name for index, name in enumerate(names)}
 
 
+def rank_groups(mesh: DeviceMesh | None) -> dict[str, list[tuple[int, ...]]]:
+    """The groups of global ranks of each axis, those of other ranks among them."""
+    if mesh is None:
+        return {}
+    names = axis_of_group(mesh).values()
+    return {
+        name: [tuple(group) for group in mesh.mesh.movedim(axis, -1).flatten(0, -2).tolist()]
+        if mesh.ndim > 1
+        else [tuple(mesh.mesh.tolist())]
+        for axis, name in enumerate(names)
+    }
+
+
 def replicas_of(
     module: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype
 ) -> DataLayout | None:

@@ -6,7 +6,8 @@ Sends are never waited for before the end of a step.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -194,9 +195,11 @@ class _PipelineRun(StepRun):
         else:
             like = [value.like for value in self._values(item.message)]
             if like:
-                self._arrivals[item.message] = self.link.receive_message(
-                    item.message, like, item.rank, str(item)
-                )
+                # gloo refuses to begin a receive from a rank that has closed its connection.
+                with self._saying_who_makes(item.message):
+                    self._arrivals[item.message] = self.link.receive_message(
+                        item.message, like, item.rank, str(item)
+                    )
 
     def _act(self, action: Action) -> None:
         watch = self._watch
@@ -235,12 +238,18 @@ class _PipelineRun(StepRun):
     def _take_in(self, message: StageMessage) -> None:
         if message not in self._arrivals:
             return
-        try:
+        with self._saying_who_makes(message):
             tensors = self.link.wait(self._arrivals.pop(message))
-        except Unended as error:
-            raise Unended(f"{error.message}; {self._made_by(message)}", hint=error.hint) from error
         for value, tensor in zip(self._values(message), tensors, strict=True):
             self.handed[message.micro_batch, value.binding] = tensor
+
+    @contextmanager
+    def _saying_who_makes(self, message: StageMessage) -> Iterator[None]:
+        """Adds to the error of a message that does not come which action makes it."""
+        try:
+            yield
+        except Unended as error:
+            raise Unended(f"{error.message}; {self._made_by(message)}", hint=error.hint) from error
 
     def _made_by(self, message: StageMessage) -> str:
         """Which action of which rank makes a message."""

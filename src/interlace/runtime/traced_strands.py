@@ -16,6 +16,7 @@ from interlace.decompose.listing import Listing, with_others
 from interlace.decompose.rewrite.apply import Decompose, decompose_chunk
 from interlace.errors import InputError
 from interlace.graphs.accumulate import accumulate_gradients
+from interlace.graphs.capture_settings import no_collections
 from interlace.graphs.collectives import is_collective
 from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
 from interlace.graphs.dropout import fix_dropout, takes_seeds
@@ -198,6 +199,7 @@ def checked(
     return constants
 
 
+@no_collections()
 def build_strands(
     module: nn.Module,
     example: Batch,

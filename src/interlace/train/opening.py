@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from interlace.compiled import CachedTimes, Compilation, Constants, StepSettings
+from interlace.compiled import (
+    CachedTimes,
+    Compilation,
+    ComputedTimes,
+    Constants,
+    StepSettings,
+    machine_of_plan,
+)
 from interlace.config import Mode, RunConfig, modes_of
 from interlace.data.batches import open_dataset
 from interlace.decompose.rewrite.apply import Decompose
@@ -18,7 +25,7 @@ from interlace.graphs.wide_sums import wide_sums
 from interlace.ir.plan import Plan
 from interlace.measure.site_times import decompose_of
 from interlace.parallel.data import data_layout, gathered_in_stage
-from interlace.parallel.meshes import StageGroups, build_meshes
+from interlace.parallel.meshes import StageGroups, axis_groups, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.ranks.device import check_device, claim_device, limit_waits
 from interlace.ranks.replicas import random_state
@@ -137,7 +144,9 @@ def _trace(
     config, data, weights = setup.config, setup.weights.data, setup.weights
     example = setup.move(next(setup.batches()))
     gathered = gathered_in_stage(config.parallel, weights.module, setup.meshes)
-    decompose, split_at = decompose_of(config.overlap, setup.device), config.pipeline.split_at
+    machine = machine_of_plan(config.plan, axis_groups(config.parallel))
+    decompose = decompose_of(config.overlap, setup.device, machine)
+    split_at = config.pipeline.split_at
     trace = cache(partial(_strands, setup, example))
     if config.pipeline.stages and isinstance(schedule, StageSchedule) and not split_at:
         split_at = agreed_split(lambda: trace(decompose), len(schedule.rank_of))
@@ -168,7 +177,7 @@ def _trace(
         overlap=config.overlap,
         limits=memory_limits(config, weights.module, data, held),
     )
-    times = CachedTimes(
+    measured = CachedTimes(
         example=example,
         constants=constants,
         plan=config.plan,
@@ -176,6 +185,7 @@ def _trace(
         say=lambda text: print(text, file=sys.stderr, flush=True),
         group=setup.same_graphs,
     )
+    times = ComputedTimes(machine=machine) if machine else measured
     return Compilation(candidates, settings, times), constants
 
 

@@ -79,6 +79,8 @@ def plan_command(
     if overridden := overridden_shape(given, config):
         _say(overridden)
     _check_request(config, cost, interpolate=interpolate)
+    if cost is None:
+        cluster = cluster or config.plan.cluster
     on = cluster_of(config, cluster, cost) if cluster else None
     _check_outputs({"--output": output, "--json": json, "--picture": picture}, cost)
     if config.parallel.pipeline > 1:
