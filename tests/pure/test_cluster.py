@@ -1,5 +1,6 @@
 """Cluster files are read strictly, and collective times follow published measurements."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,17 +11,20 @@ from interlace.hardware.cluster import Cluster, cluster_files, load_cluster
 from interlace.ir.graph import Kind
 
 HOST = tuple(range(8))
+NAMES = ["a100-40", "a100-80", "a40", "a800", "b200", "gb200", "gh200", "h100", "h200"]
+NAMES += ["h800", "laptop", "v100"]
 
 
 def test_every_preset_can_be_read() -> None:
     """Each file has the name that finds it, and values in the units of its keys."""
-    assert list(cluster_files()) == ["a40", "a800", "h100", "h200"]
-    for name in cluster_files():
+    assert list(cluster_files()) == NAMES
+    for name in NAMES:
         cluster = load_cluster(name)
         assert cluster.name == name
-        assert 100 < cluster.peak_tflops < 2500
+        assert name == "laptop" or 100 < cluster.peak_tflops <= 2500
+        assert cluster.device.memory_bytes > 2**32
         # An NVLink or PCIe port is faster than a network port.
-        assert cluster.intra_host.bytes_per_s > cluster.inter_host.bytes_per_s > 1e9
+        assert cluster.intra_host.bytes_per_s > cluster.inter_host.bytes_per_s > 1e8
 
 
 GOOD = (Path(__file__).parents[2] / "src/interlace/presets/clusters/a800.toml").read_text()
@@ -41,7 +45,7 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("gb_per_s = 200", "gbps = 200", r"mine\.toml, line 12: unknown key intra_host\.gbps"),
+        ("gb_per_s = 200", "gbps = 200", r"mine\.toml, line 14: unknown key intra_host\.gbps"),
         ("sms = 108\n", "", "sms is missing"),
         ("sms = 108", "sms = 108.5", r"sms = 108\.5 must be a whole number"),
         ("sms = 108", "sms = true", "sms = True must be a whole number"),
@@ -53,7 +57,7 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         (
             "step_latency_us = 14",
             "",
-            r"mine\.toml, line 17: inter_host\.step_latency_us is missing",
+            r"mine\.toml, line 19: inter_host\.step_latency_us is missing",
         ),
         (
             "sms = 108",
@@ -62,7 +66,7 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         ),
         ('name = "a800"', "name = 800", "name = 800 must be text"),
         ("[inter_host]", "[inter_hosts]", "unknown key inter_hosts"),
-        ("[intra_host]", "[intra_host", r"mine\.toml, line 11: Expected"),
+        ("[intra_host]", "[intra_host", r"mine\.toml, line 12: Expected"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -72,6 +76,27 @@ def test_wrong_files_are_refused(tmp_path: Path, old: str, new: str, message: st
         _load(tmp_path, GOOD.replace(old, new))
     assert "mine.toml" in caught.value.message
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "hint"),
+    [
+        ("memory_gib = 74.5", "memory_gb = 80", r"give memory_gib, in 2\*\*30 bytes"),
+        ("gb_per_s = 200", "gbit_per_s = 1600", r"give gb_per_s, in 1e9 byte/s"),
+        ("step_latency_us = 14", "step_latency_ns = 14000", "give step_latency_us, in microsec"),
+        ("peak_tflops = 312", "peak_pflops = 0.312", "give peak_tflops, in 1e12 floating"),
+        ("gb_per_s = 200", 'gb_per_s = "200 GB/s"', "the number alone: .*gb_per_s is in 1e9 byte"),
+        ('gpu = "A100"', 'gpu = "A10"', "did you mean 'A100'"),
+        ('link = "nvlink3"', 'link = "nvlink"', "did you mean 'nvlink"),
+        ('link = "nvlink3"', "island = 4", "give both, or neither"),
+    ],
+)
+def test_another_unit_gets_a_hint(tmp_path: Path, old: str, new: str, hint: str) -> None:
+    """It says which key to give, and in what."""
+    with pytest.raises(InputError) as caught:
+        _load(tmp_path, GOOD.replace(old, new, 1))
+    assert re.search(hint, caught.value.hint), caught.value.hint
+    assert "mine.toml, line" in caught.value.message
 
 
 def test_a_cluster_may_have_so_many_hosts(tmp_path: Path) -> None:

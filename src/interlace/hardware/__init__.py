@@ -4,6 +4,14 @@
 
 cluster.py         a cluster as a file: devices, links, times of collectives
 topology.py        hosts and the ports that join them, for resharding
+device_rates.py    what a class of GPU reaches of its data sheet in a long run
+link_rates.py      classes of links: latencies of a hop, switches that reduce
+operator_times.py  a matmul, attention and the rest by their shapes
+collective_times.py  a collective by algorithm: ring, tree, switch, two levels, all to all
+step_job.py        a job of a dense GPT or Llama as numbers: parameters, multiplications
+layer_times.py     forward and backward of a layer and of the head on one rank
+step_model.py      a step: stages, bubble, gradients, optimizer; seconds and MFU
+step_memory.py     peak memory of a rank: weights, gradients, optimizer, activations
 devices.py         peak rates of GPUs by name
 wire_bytes.py      bytes on the wire of a collective: the one formula
 cluster_costs.py   a cost table of a rank of a cluster

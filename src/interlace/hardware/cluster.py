@@ -10,6 +10,7 @@ NVLink on A100 nodes, 0.80 on H200 nodes, 0.74 of the network ports of four host
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -19,12 +20,25 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 import interlace.presets
 from interlace.errors import InputError, nearest
+from interlace.hardware.device_rates import DeviceRates, reached_shares
+from interlace.hardware.link_rates import link_class
 from interlace.hardware.wire_bytes import wire_bytes_by_link
 from interlace.ir.graph import Kind
 from interlace.toml_text import place_of, read_toml
 
 BASE_LATENCY_US = 8.4
 """Time of a collective without any step: NCCL's tuner, ring, Simple protocol."""
+
+_UNITS = {
+    "_tflops": "1e12 floating point operations per second, dense",
+    "gbit_per_s": "1e9 bit/s, of one device",
+    "gb_per_s": "1e9 byte/s",
+    "_gib": "2**30 bytes; 80 GB are 74.5",
+    "_us": "microseconds",
+}
+"""Units of numbers by the end of their keys."""
+_UNIT_WORDS = "[kmgtp]?(flops|bit|bits|b|ib|byte|bytes)?|[mnu]?s|ns|seconds"
+"""Units that somebody may write instead."""
 
 LinkName = Literal["intra_host", "inter_host"]
 T = TypeVar("T")
@@ -42,6 +56,12 @@ class IntraHostLink:
     """Time of one ring step without data."""
     sms_held: int
     """Multiprocessors that a collective occupies (NCCL channels)."""
+    link: str = ""
+    """Class of the link, a name of `link_rates.LINKS`."""
+    island: int = 0
+    """Devices that this link joins, if a host has several such groups; 0: all of the host."""
+    between_gb_per_s: float = 0.0
+    """Data-sheet rate of all that joins two islands, in one direction, in 1e9 byte/s."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -61,6 +81,8 @@ class InterHostLink:
     """Time of one ring step without data."""
     sms_held: int
     """Multiprocessors that a collective occupies (NCCL channels)."""
+    link: str = ""
+    """Class of the link, a name of `link_rates.LINKS`."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -84,8 +106,24 @@ class Cluster:
     """Multiprocessors of one device."""
     intra_host: IntraHostLink
     inter_host: InterHostLink
+    gpu: str = ""
+    """Class of the devices, a name of `device_rates.REACHED`; empty: of none that is known."""
+    ports_per_host: int = 0
+    """Network ports of one host; 0, or no such key: one for each device."""
     hosts: int = 0
     """How many hosts there are; 0, or no such key: as many as are asked for."""
+
+    @property
+    def device(self) -> DeviceRates:
+        """Rates of one device in a long run. Raises InputError if its class is not known."""
+        reached = reached_shares(self.gpu)
+        return DeviceRates(
+            flops_per_s=self.peak_tflops * 1e12,
+            bytes_per_s=self.memory_gb_per_s * 1e9 * reached.memory,
+            multiprocessors=self.sms,
+            memory_bytes=self.memory_gib * 2**30,
+            reached=reached,
+        )
 
     def require(self, ranks: int) -> None:
         """Raise InputError if the cluster has fewer devices than `ranks`."""
@@ -156,7 +194,24 @@ def load_cluster(path: str) -> Cluster:
             else nearest(path, presets),
         )
     table, text = read_toml(file)
-    return _structure(table, Cluster, prefix="", where=partial(place_of, str(file), text))
+    where = partial(place_of, str(file), text)
+    cluster = _structure(table, Cluster, prefix="", where=where)
+    if (cluster.intra_host.island > 0) != (cluster.intra_host.between_gb_per_s > 0):
+        raise InputError(
+            f"{where('intra_host')}: island = {cluster.intra_host.island} and between_gb_per_s = "
+            f"{cluster.intra_host.between_gb_per_s:g} belong together",
+            hint="give both, or neither",
+        )
+    for key, check in (
+        ("gpu", lambda: reached_shares(cluster.gpu)),
+        ("intra_host.link", lambda: link_class(cluster.intra_host.link, inside=True)),
+        ("inter_host.link", lambda: link_class(cluster.inter_host.link, inside=False)),
+    ):
+        try:
+            check()
+        except InputError as error:
+            raise InputError(f"{where(key)}: {error.message}", hint=error.hint) from None
+    return cluster
 
 
 def _structure(
@@ -169,7 +224,8 @@ def _structure(
         if key not in types:
             raise InputError(
                 f"{where(prefix + key)}: unknown key {prefix}{key}",
-                hint=nearest(prefix + key, [prefix + name for name in types]),
+                hint=_other_unit(key, types)
+                or nearest(prefix + key, [prefix + name for name in types]),
             )
     values: dict[str, Any] = {}
     for field in fields(type_):  # type: ignore[arg-type]
@@ -191,6 +247,21 @@ def _structure(
     return type_(**values)
 
 
+def _other_unit(key: str, known: Iterable[str]) -> str:
+    """A hint for a key that is known in another unit; empty if it is not."""
+    for name in known:
+        for end, unit in _UNITS.items():
+            base = name.removesuffix(end)
+            same_sort = ("per_s" in end) == (key.endswith(("per_s", "bps")))
+            if (
+                base != name
+                and same_sort
+                and re.fullmatch(rf"{base}_?({_UNIT_WORDS})(_?(per|p)_?s)?", key)
+            ):
+                return f"give {name}, in {unit}"
+    return ""
+
+
 def _value(value: Any, type_: type, name: str, where: str) -> Any:
     if type_ is str:
         if type(value) is str and value:
@@ -199,13 +270,16 @@ def _value(value: Any, type_: type, name: str, where: str) -> Any:
     types = (int,) if type_ is int else (int, float)
     if type(value) not in types or not math.isfinite(value):
         what = "a whole number" if type_ is int else "a number"
-        raise InputError(f"{where}: {name} = {value!r} must be {what}", hint=f"correct {name}")
+        unit = next((text for end, text in _UNITS.items() if name.endswith(end)), "")
+        hint = f"write the number alone: {name} is in {unit}" if unit else f"correct {name}"
+        raise InputError(f"{where}: {name} = {value!r} must be {what}", hint=hint)
     key = name.rpartition(".")[2]
     if key == "efficiency" and not 0 < value <= 1:
         raise InputError(
             f"{where}: {name} = {value!r} must be a fraction", hint="0.8 is 80 % of the data sheet"
         )
-    may_be_zero = key in ("step_latency_us", "sms_held", "hosts")
+    may_be_zero = key in ("step_latency_us", "sms_held", "hosts", "ports_per_host")
+    may_be_zero = may_be_zero or key in ("island", "between_gb_per_s")
     if value < 0 or (value == 0 and not may_be_zero):
         raise InputError(
             f"{where}: {name} = {value!r} must be {'0 or more' if may_be_zero else 'above 0'}",

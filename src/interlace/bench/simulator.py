@@ -1,0 +1,106 @@
+"""Published training steps against the step model of `interlace.hardware`, by source.
+
+Computes the step of every row of `presets/measured/training.csv` that the model describes, and says
+which it does not. Then two numbers for each source, a factor on the rates of its devices and the
+host's time per operator, are fitted to every third row and held against the others. Needs no GPU
+and no second process; takes seconds.
+"""
+
+from pathlib import Path
+
+from interlace.bench.results import ResultRow, environment, write_json
+from interlace.bench.simulator_rows import measured_rows
+from interlace.bench.simulator_scores import SourceScore, score_source
+from interlace.text import aligned
+
+_HEADER = (
+    "source",
+    "rows",
+    "left out",
+    "error",
+    "bias",
+    "held out",
+    "fitted",
+    "speed",
+    "launch us",
+    "rank",
+    "memory",
+)
+
+
+def run(*, quick: bool, json_path: Path | None) -> int:
+    """Score all sources, print the tables, write JSON if asked. `quick` leaves none out: all of it
+    takes seconds."""
+    del quick
+    sources = list(measured_rows().values())
+    scores = [score for rows in sources if (score := score_source(rows)) is not None]
+    print(aligned(_HEADER, [_cells(score) for score in scores], text_columns=1))
+    print("\nerror, bias, rank (Spearman): all rows, nothing fitted")
+    print("held out, fitted: the two thirds that the fit did not see, before and after it")
+    print("memory: error of the peak of a rank, where it is known")
+    print("\nleft out:")
+    for rows in sources:
+        for reason, count in rows.left_out.items():
+            print(f"  {rows.name}: {count} rows, {reason}")
+    if json_path is not None:
+        result = [row for score in scores for row in result_rows(score)]
+        write_json(json_path, "simulator", environment("no link: computed"), result)
+        print(json_path)
+    return 0
+
+
+def result_rows(score: SourceScore) -> list[ResultRow]:
+    """The score in the form of all benches: the model is ours, a perfect one the baseline, but for
+    held-out rows, whose baseline is the model before the fit."""
+
+    def row(metric: str, ours: float, baseline: float, ratio: float | None = None) -> ResultRow:
+        return ResultRow(
+            case=score.name,
+            metric=metric,
+            ours=ours,
+            baseline=baseline,
+            ratio=ratio,
+            spread=None,
+        )
+
+    found = [
+        row("rows_used", score.rows, score.rows + sum(score.left_out.values())),
+        row("mean_error", score.before, 0.0),
+        row("bias", score.bias, 0.0),
+    ]
+    if score.after is not None and score.unfitted is not None:
+        found.append(
+            row("held_out_error", score.after, score.unfitted, score.unfitted / score.after)
+        )
+    if score.speed is not None and score.launch_us is not None:
+        found += [
+            row("fitted_speed", score.speed, 1.0),
+            row("fitted_launch_us", score.launch_us, 6),
+        ]
+    if score.rank_correlation is not None:
+        found.append(row("rank_correlation", score.rank_correlation, 1.0))
+    if score.memory_error is not None:
+        found.append(row("memory_error", score.memory_error, 0.0))
+    return found
+
+
+def _cells(score: SourceScore) -> tuple[str, ...]:
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{100 * value:.1f} %"
+
+    def plain(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    return (
+        score.name,
+        str(score.rows),
+        str(sum(score.left_out.values())),
+        share(score.before),
+        share(score.bias),
+        share(score.unfitted),
+        share(score.after),
+        plain(score.speed, 2),
+        plain(score.launch_us, 0),
+        plain(score.rank_correlation, 2),
+        share(score.memory_error),
+    )

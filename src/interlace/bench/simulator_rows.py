@@ -1,0 +1,183 @@
+"""Rows of `simulator`: published steps as jobs on clusters, or why one is left out.
+
+What a program does (fused attention, float32 gradients, ...) is a setting of its source. What a
+host has is its cluster. Neither has a number that was made to fit a row.
+"""
+
+import csv
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import interlace.presets
+from interlace.errors import InputError
+from interlace.hardware.cluster import Cluster, load_cluster
+from interlace.hardware.step_job import StepJob
+
+RECOMPUTE = {
+    "full": "full",
+    "none": "none",
+    "none (assumed)": "none",
+    "": "none",
+    "selective op": "alternate",
+    "selective layer": "alternate",
+}
+"""Words of the table. torchtitan's selections keep every other matmul, or every other layer."""
+GPT2_VOCAB = 50304
+"""Of Megatron's GPT-2 vocabulary, for sources that do not say theirs."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A row that the step model describes."""
+
+    cluster: Cluster
+    job: StepJob
+    seconds: float
+    memory_gib: float | None
+
+
+@dataclass
+class SourceRows:
+    """All rows of a source on one sort of GPU."""
+
+    name: str
+    steps: list[MeasuredStep] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Rows by the reason why they are not used."""
+
+
+def source_settings(source: str) -> dict[str, Any]:
+    """What the program of a source does, as values of a `StepJob`."""
+    megatron_deepspeed = {
+        "attention": "unfused",
+        "sequence_parallel": False,
+        "gradient_bytes": 2,
+    }
+    return {
+        "Zero Bubble (arXiv 2401.10241)": {"attention": "unfused"},
+        "llm-foundry": {"attention": "flash1"},
+        "torchtitan": {"gated": True, "attention": "flash2"},
+        "vTrain": megatron_deepspeed,
+        "vTrain, one host": megatron_deepspeed,
+        "SimuMax": {"gated": True},
+        "Sailor": megatron_deepspeed,
+        "BigScience BLOOM": megatron_deepspeed,
+        "Alpa": megatron_deepspeed,
+    }[source]
+
+
+def source_cluster(gpu: str) -> Cluster:
+    """The hosts of a source by what it says of its GPU."""
+    a100, h100, v100 = (load_cluster(name) for name in ("a100-80", "h100", "v100"))
+    if "Jean Zay" in gpu:
+        # Four NVLinks between GPUs (arXiv 2211.05100), which we read as two boards of 4, joined by
+        # 4 x 31.5 GB/s of PCIe; 4 ports of 100 Gbit/s for all 8.
+        network = replace(a100.inter_host, gbit_per_s=50, efficiency=0.6, link="omni-path")
+        inside = replace(a100.intra_host, island=4, between_gb_per_s=126)
+        return replace(a100, ports_per_host=4, intra_host=inside, inter_host=network)
+    if "4xHDR" in gpu:  # 4 ports of 200 Gbit/s for 8 devices
+        network = replace(a100.inter_host, gbit_per_s=100)
+        return replace(a100, ports_per_host=4, inter_host=network)
+    if "HBM2e" in gpu:
+        network = replace(h100.inter_host, link="roce")
+        return replace(h100, memory_gb_per_s=2400, inter_host=network)
+    if "p3.16xlarge" in gpu:  # a full cube of 8
+        inside = replace(v100.intra_host, efficiency=0.9)
+        return replace(v100, devices_per_host=8, intra_host=inside)
+    known = {"A100-40G": "a100-40", "A100": "a100-80", "H100": "h100", "H200": "h200"}
+    known |= {"B200": "b200", "GH200": "gh200"}
+    return load_cluster(next(name for start, name in known.items() if gpu.startswith(start)))
+
+
+def measured_rows() -> dict[str, SourceRows]:
+    """The tables by source and GPU, in their order."""
+    found: dict[str, SourceRows] = {}
+    clusters: dict[str, Cluster] = {}
+    for row in [*_table("training.csv"), *map(_one_host, _table("single_node.csv"))]:
+        name = f"{row['source']}, {row['gpu'].partition(' ')[0]}"
+        rows = found.setdefault(name, SourceRows(name))
+        reason = _why_not(row)
+        if not reason:
+            try:
+                if row["gpu"] not in clusters:
+                    clusters[row["gpu"]] = source_cluster(row["gpu"])
+                rows.steps.append(_step(row, clusters[row["gpu"]]))
+            except InputError as error:
+                reason = error.message
+        if reason:
+            rows.left_out[reason] = rows.left_out.get(reason, 0) + 1
+    return found
+
+
+def _table(name: str) -> list[dict[str, str]]:
+    file = Path(interlace.presets.__path__[0]) / "measured" / name
+    with file.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _one_host(row: dict[str, str]) -> dict[str, str]:
+    """A row of vTrain's single host with what all of them have in common."""
+    common = dict.fromkeys(
+        ("kv_heads", "vocab", "cp", "vpp", "ep", "zero", "memory_gib", "notes"), ""
+    )
+    common |= {"source": "vTrain, one host", "gpu": "A100-SXM", "model": "GPT", "seq": "1024"}
+    common |= {"recompute": "full", "precision": "fp16"}
+    return {**common, **row, "ffn": str(4 * int(row["hidden"]))}
+
+
+def _why_not(row: dict[str, str]) -> str:
+    if "8" in row["precision"].replace("bf16", "").replace("fp16", ""):
+        return "computes in 8 bits"
+    if row["ep"] not in ("", "1") or "DeepSeek" in row["model"]:
+        return "mixture of experts"
+    if row["cp"] not in ("", "1"):
+        return "context parallel"
+    if "schedule ZB" in row["notes"]:
+        return "zero-bubble schedule"
+    if row["notes"] == "async TP":
+        return "decomposed collectives"
+    if "typo" in row["notes"]:
+        return "a misprint in the source"
+    if not all(row[key] for key in ("heads", "layers", "micro_batch", "tp", "pp", "dp")):
+        return "heads or layout not given"
+    replicas = int(row["dp"]) * int(row["micro_batch"])
+    if int(row["global_batch"]) % replicas:
+        return "batch does not divide"
+    return ""
+
+
+def _step(row: dict[str, str], cluster: Cluster) -> MeasuredStep:
+    def number(key: str, default: int) -> int:
+        return int(row[key]) if row[key] else default
+
+    settings = dict(source_settings(row["source"]))
+    if "PURE" in row["notes"] or "fp32 grad" in row["precision"]:
+        settings["gradient_bytes"] = 2 if "PURE" in row["notes"] else 4
+    if "eager" in row["notes"]:
+        settings["fused_operators"] = False
+    layers, pipeline = number("layers", 1), number("pp", 1)
+    # Two slots of the pipeline are taken by the embedding and the head where only so it divides.
+    even = layers % pipeline == 0
+    fewer = int(not even and (layers + 2) % pipeline == 0)
+    job = StepJob(
+        layers=layers,
+        hidden=number("hidden", 0),
+        heads=number("heads", 0),
+        kv_heads=number("kv_heads", 0),
+        ffn=number("ffn", 0),
+        vocab=number("vocab", GPT2_VOCAB),
+        sequence=number("seq", 0),
+        micro_batch=number("micro_batch", 0),
+        micro_batches=number("global_batch", 0) // (number("dp", 1) * number("micro_batch", 1)),
+        tensor=number("tp", 1),
+        pipeline=pipeline,
+        data=number("dp", 1),
+        chunks=number("vpp", 1),
+        end_layers_fewer=fewer,
+        recompute=RECOMPUTE[row["recompute"]],  # type: ignore[arg-type]
+        sharding=number("zero", 0),  # type: ignore[arg-type]
+        **settings,
+    )
+    memory = float(row["memory_gib"]) if row["memory_gib"] else None
+    return MeasuredStep(cluster, job, float(row["step_time_s"]), memory)

@@ -1,0 +1,158 @@
+"""Times of one layer, of the embedding and of the head, on one rank and for one micro-batch.
+
+Bytes of what only moves them follow from what the operators of such a layer read and write: norms,
+residuals with bias and dropout, the activation, rotations. A backward reads and writes half as much
+again; its matmuls are two for one.
+"""
+
+from dataclasses import dataclass
+
+from interlace.hardware.cluster import Cluster
+from interlace.hardware.collective_times import axis_place, collective_time
+from interlace.hardware.device_rates import DeviceRates
+from interlace.hardware.operator_times import (
+    fused_attention_s,
+    launched_s,
+    matmul_s,
+    moved_s,
+    unfused_attention_s,
+)
+from interlace.hardware.step_job import StepJob
+from interlace.ir.graph import Kind
+
+NORM_PASSES = 11
+"""Tensors of tokens x hidden read or written outside of split matmuls: two norms (4), two residual
+sums with bias and dropout (7)."""
+NORM_PASSES_GATED = 10
+"""The same without biases and dropout."""
+NORM_PASSES_EAGER = 42
+"""With operators one by one: a norm is cast, squared, averaged, scaled, cast, weighted (18)."""
+SPLIT_PASSES_EAGER = 18
+"""Queries and keys cast, turned as complex numbers, cast back, besides what is split."""
+EAGER_KERNELS = 3
+"""Kernels for one of a fused program, outside of matmuls."""
+SPLIT_PASSES = 6
+"""Of tokens x hidden / tensor ranks: queries, keys and values split, turned, joined."""
+BACKWARD_PASSES = 1.5
+"""Bytes of a backward over those of the forward."""
+FORWARD_KERNELS = 16
+"""On the device, in a program whose small operators are fused as Megatron's are."""
+BACKWARD_KERNELS = 28
+SUMMED_BYTES = 6.0
+"""For each parameter, to add a micro-batch's gradient to the sum: read, read and write in 16 bits;
+or read and write in float32 inside the matmul, which then writes no 16 bits."""
+HOST_CALLS_PER_KERNEL = 2.5
+"""Operators that Python starts for each kernel: views, transposes and copies among them."""
+LOGIT_BYTES_FORWARD = 20
+"""For each logit: out of 16 bits, then largest, difference, exponential and sum in float32."""
+LOGIT_BYTES_BACKWARD = 12
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """Seconds of one pass of one micro-batch."""
+
+    compute_s: float
+    tensor_s: float
+    """Exchange between tensor ranks, which nothing hides."""
+
+    @property
+    def seconds(self) -> float:
+        """Both, one after the other."""
+        return self.compute_s + self.tensor_s
+
+    def __add__(self, other: "PassTime") -> "PassTime":
+        return PassTime(self.compute_s + other.compute_s, self.tensor_s + other.tensor_s)
+
+    def times(self, count: float) -> "PassTime":
+        """So many of them."""
+        return PassTime(self.compute_s * count, self.tensor_s * count)
+
+
+def _linear_shapes(job: StepJob) -> tuple[tuple[int, int], ...]:
+    """Columns and depth of the matmuls of a layer on one rank."""
+    split = job.tensor
+    wide = job.ffn * (2 if job.gated else 1)
+    return (
+        ((job.hidden + 2 * job.kv_width) // split, job.hidden),
+        (job.hidden, job.hidden // split),
+        (wide // split, job.hidden),
+        (job.hidden, job.ffn // split),
+    )
+
+
+def _moved_bytes(job: StepJob) -> float:
+    split = job.tensor if job.sequence_parallel else 1
+    activation = (3 if job.gated else 2) * job.ffn / job.hidden
+    norms = NORM_PASSES_GATED if job.gated else NORM_PASSES
+    turned = SPLIT_PASSES
+    if not job.fused_operators:
+        norms, turned = NORM_PASSES_EAGER, SPLIT_PASSES_EAGER
+        activation += 2 * job.ffn / job.hidden
+    passes = norms / split + (turned + activation) / job.tensor
+    return 2.0 * job.tokens * job.hidden * passes
+
+
+def _attention_s(device: DeviceRates, job: StepJob, *, backward: bool) -> float:
+    shape = {
+        "batch": job.micro_batch,
+        "heads": max(1, job.heads // job.tensor),
+        "sequence": job.sequence,
+        "head_size": job.head_size,
+        "backward": backward,
+    }
+    if job.attention == "unfused":
+        return unfused_attention_s(device, **shape)
+    return fused_attention_s(device, kernel=job.attention, **shape)
+
+
+def tensor_exchange_s(cluster: Cluster, job: StepJob) -> float:
+    """Of one sum over tensor ranks; with sequence parallelism a gather and a scattered sum."""
+    if job.tensor == 1:
+        return 0.0
+    place = axis_place(cluster, job.tensor, 1, job.ranks)
+    size = 2.0 * job.tokens * job.hidden
+    kinds = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) if job.sequence_parallel else (Kind.ALL_REDUCE,)
+    return sum(collective_time(cluster, kind, size, place).seconds for kind in kinds)
+
+
+def layer_passes(cluster: Cluster, device: DeviceRates, job: StepJob) -> tuple[PassTime, PassTime]:
+    """Forward and backward of one layer; the backward has what it computes again."""
+    linear = [matmul_s(device, job.tokens, *shape) for shape in _linear_shapes(job)]
+    slopes = [
+        matmul_s(device, job.tokens, depth, columns) + matmul_s(device, columns, depth, job.tokens)
+        for columns, depth in _linear_shapes(job)
+    ]
+    moved = _moved_bytes(job)
+    more = 1 if job.fused_operators else EAGER_KERNELS
+    attention = _attention_s(device, job, backward=False)
+    forward_s = sum(linear) + attention + moved_s(device, moved, more * (FORWARD_KERNELS - 5))
+    backward_s = sum(slopes) + _attention_s(device, job, backward=True)
+    backward_s += moved_s(device, moved * BACKWARD_PASSES, more * (BACKWARD_KERNELS - 10))
+    exchange_s = 2 * tensor_exchange_s(cluster, job)
+    if job.micro_batches > 1 and job.sharding < 3:  # added to the sum of the micro-batches
+        summed = SUMMED_BYTES * job.layer_parameters / job.tensor
+        backward_s += moved_s(device, summed, 4)
+    forward_s = launched_s(device, forward_s, FORWARD_KERNELS * HOST_CALLS_PER_KERNEL)
+    backward_s = launched_s(device, backward_s, BACKWARD_KERNELS * HOST_CALLS_PER_KERNEL)
+    forward, backward = PassTime(forward_s, exchange_s), PassTime(backward_s, exchange_s)
+    if job.recompute == "full":
+        backward += forward
+    if job.recompute == "alternate":
+        backward += forward.times(0.5)
+    if job.recompute == "attention":
+        backward += PassTime(attention, 0.0)
+    return forward, backward
+
+
+def head_passes(cluster: Cluster, device: DeviceRates, job: StepJob) -> tuple[PassTime, PassTime]:
+    """Forward and backward of the head and the loss; the embedding's gather is left out."""
+    columns = -(-job.vocab // job.tensor)
+    logits = float(job.tokens) * columns
+    forward_s = matmul_s(device, job.tokens, columns, job.hidden)
+    forward_s += moved_s(device, LOGIT_BYTES_FORWARD * logits, 5)
+    backward_s = matmul_s(device, job.tokens, job.hidden, columns)
+    backward_s += matmul_s(device, columns, job.hidden, job.tokens)
+    backward_s += moved_s(device, LOGIT_BYTES_BACKWARD * logits, 3)
+    exchange_s = tensor_exchange_s(cluster, job) / 2
+    return PassTime(forward_s, exchange_s), PassTime(backward_s, exchange_s)

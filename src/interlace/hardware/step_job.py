@@ -1,0 +1,132 @@
+"""A training job of a dense GPT or Llama as numbers, and what they count up to. Torch-free.
+
+Formulas of parameters and multiplications as in Narayanan et al. (SC 2021) and Korthikanti et al.
+(arXiv 2205.05198), for grouped heads and gated feed-forwards as well.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from interlace.errors import InputError
+from interlace.hardware.device_rates import AttentionKernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepJob:
+    """One step: the model, its layout and what the program does. Counts are of the whole job."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    sequence: int
+    micro_batch: int
+    """Sequences of one micro-batch of one replica."""
+    micro_batches: int
+    """Micro-batches of one replica in a step."""
+    kv_heads: int = 0
+    """Heads of keys and values; 0: as many as `heads`."""
+    gated: bool = False
+    """Three feed-forward matrices (SwiGLU) and no biases or dropout, as in Llama."""
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    chunks: int = 1
+    """Chunks of layers on each pipeline rank (interleaved 1F1B)."""
+    end_layers_fewer: int = 0
+    """So many layers fewer in the first and in the last stage than in the others."""
+    recompute: Literal["none", "attention", "alternate", "full"] = "none"
+    """`attention`: its core; `alternate`: every other matmul or layer; `full`: every layer."""
+    attention: AttentionKernel = "newest"
+    """Which attention the program has; see `device_rates`."""
+    fused_operators: bool = True
+    """Norms, rotations, activations and the loss are one kernel each; otherwise PyTorch's operators
+    one after the other, in float32 where Llama's are."""
+    sequence_parallel: bool = True
+    """Tensor ranks split norms and residuals along the sequence."""
+    sharding: Literal[0, 1, 2, 3] = 0
+    """What replicas share out: 1 optimizer state, 2 gradients too, 3 weights too (ZeRO)."""
+    gradient_bytes: int = 4
+    """Of a gradient kept for the sum of micro-batches, and on the wire."""
+    overlap_gradients: bool = False
+    """The sum over replicas runs under the last backward; always so with `sharding = 3`."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence", "micro_batch"):
+            self._at_least_one(name)
+        for name in ("micro_batches", "tensor", "pipeline", "data", "chunks"):
+            self._at_least_one(name)
+        if self.hidden % self.heads:
+            raise InputError(
+                f"hidden = {self.hidden} does not split into {self.heads} heads",
+                hint="hidden is a multiple of heads",
+            )
+        if self.layers + 2 * self.end_layers_fewer < self.pipeline * self.chunks:
+            raise InputError(
+                f"{self.layers} layers do not fill {self.pipeline} stages of {self.chunks} chunks",
+                hint="give each chunk a layer",
+            )
+        if self.chunks > 1 and self.pipeline == 1:
+            raise InputError("chunks without a pipeline", hint="set chunks = 1 or pipeline > 1")
+
+    def _at_least_one(self, name: str) -> None:
+        if getattr(self, name) < 1:
+            raise InputError(f"{name} = {getattr(self, name)}", hint=f"set {name} to 1 or more")
+
+    @property
+    def ranks(self) -> int:
+        """Devices of the job."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch."""
+        return self.micro_batch * self.sequence
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Width of keys, or of values."""
+        return (self.kv_heads or self.heads) * self.head_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer, all tensor ranks."""
+        attention = self.hidden * (2 * self.hidden + 2 * self.kv_width)
+        return attention + self.hidden * self.ffn * (3 if self.gated else 2) + 4 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the model, a tied embedding counted once; models that are gated have two of them."""
+        embeddings = self.vocab * self.hidden * (2 if self.gated else 1)
+        return self.layers * self.layer_parameters + embeddings
+
+    @property
+    def model_flops(self) -> float:
+        """Of one step without what is computed again; attention as a full square."""
+        linear = self.layers * (self.layer_parameters - 4 * self.hidden)
+        per_token = 6.0 * (linear + self.vocab * self.hidden)
+        per_token += 12.0 * self.layers * self.hidden * self.sequence
+        return per_token * self.tokens * self.micro_batches * self.data
+
+    def layers_of_stages(self) -> tuple[float, ...]:
+        """Layers of each pipeline rank; a mean where they do not divide."""
+        if self.pipeline == 1:
+            return (float(self.layers),)
+        inner = (self.layers + 2 * self.end_layers_fewer) / self.pipeline
+        ends = inner - self.end_layers_fewer
+        return (ends, *[inner] * (self.pipeline - 2), ends)
+
+    def stage_parameters(self, stage: int) -> float:
+        """Parameters of one rank of a stage, with the embedding in the first and the last."""
+        ends = (stage == 0) + (stage == self.pipeline - 1)
+        if self.pipeline == 1 and not self.gated:
+            ends = 1
+        embedding = self.vocab * self.hidden * ends
+        layers = self.layers_of_stages()[stage]
+        return (layers * self.layer_parameters + embedding) / self.tensor

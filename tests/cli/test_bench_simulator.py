@@ -1,0 +1,26 @@
+"""`interlace bench simulator` prints its scores, says what it left out, and writes them down."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from interlace.__main__ import main
+
+
+def test_it_prints_and_writes_its_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line for each source, reasons below, and the rows in the form of all benches."""
+    path = tmp_path / "simulator.json"
+    assert main(["bench", "simulator", "--quick", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    table, _, reasons = printed.partition("left out:")
+    assert sum("A100" in line for line in table.splitlines()) == 7
+    assert "Zero Bubble (arXiv 2401.10241), A100-80G-SXM: 24 rows, zero-bubble schedule" in reasons
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    metrics = {row["metric"]: row for row in rows if row["case"] == "vTrain, A100-SXM"}
+    assert metrics["rows_used"]["ours"] == metrics["rows_used"]["baseline"] == 109
+    held_out = metrics["held_out_error"]
+    assert held_out["ratio"] == pytest.approx(held_out["baseline"] / held_out["ours"])
+    assert "memory_error" not in metrics
