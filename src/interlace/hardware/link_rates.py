@@ -2,9 +2,9 @@
 
 A cluster file names the class of both links (`link = "nvlink4"`). Rates and the efficiency are the
 file's, since hosts differ; what a hop takes is a property of the technology and of NCCL. The
-latencies of NVLink, PCIe and networks are those of NCCL's own tuner (`src/graph/tuning.cc`), in
-microseconds per hop for the protocols LL, LL128 and Simple. Those of Ethernet and EFA, and of
-single messages, are round figures.
+latencies of NVLink and networks are those of NCCL's own tuner (`src/graph/tuning.cc`), in
+microseconds per hop for the protocols LL, LL128 and Simple. Those of PCIe, Ethernet and EFA, and of
+single messages, are round figures without a source.
 """
 
 from dataclasses import dataclass
