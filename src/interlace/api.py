@@ -107,8 +107,7 @@ def compile_step(
 
     Collective on the ranks of `mesh`, or else of the default process group; all run the same
     program. Hold `loss_parallel()` around it if the loss needs that. Raises InputError for what
-    cannot be traced, with module and line, for an axis `dp_shard` without `fully_shard`, for inputs
-    on another GPU.
+    cannot be traced, with module and line, and for inputs on another GPU.
     """
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
     mesh = mesh if mesh is not None or stages else mesh_of_fully_shard(module)
