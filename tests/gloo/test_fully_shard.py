@@ -1,16 +1,22 @@
 """`compile_step` on modules under FSDP2's `fully_shard`, against FSDP2's own loop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from processes import gloo_group, run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,10 +28,11 @@ from torch.distributed.tensor.parallel import (
 
 import interlace
 from interlace.config import PlanConfig
+from interlace.errors import InputError
 
 pytestmark = pytest.mark.gloo
 QUICK = PlanConfig(cluster="h100")
-VOCABULARY, WIDTH, BATCHES, STEPS = 33, 16, 3, 3
+VOCABULARY, WIDTH, BATCHES, STEPS = 33, 16, 3, 2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -87,8 +94,6 @@ class Case:
     strands: int = 2
     named_mesh: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    bound: float = 0.0
-    """Of differences."""
 
 
 def second_dimension(parameter: nn.Parameter) -> Shard | None:
@@ -219,15 +224,172 @@ def differences(case: Case, mesh: DeviceMesh, data_rank: int) -> dict[str, float
     return far
 
 
-def two_ranks() -> dict[str, dict[str, float]]:
+def shown(step: interlace.Step) -> list[int]:
+    """Collectives of a forward and of a backward."""
+    return [len(step.strands.op_graphs[name].collectives) for name in ("forward", "backward")]
+
+
+def small(mesh: DeviceMesh, **options: Any) -> Model:
+    return built(Case(options=options), mesh)
+
+
+def compiled(model: nn.Module, rank: int, **options: Any) -> interlace.Step:
+    return interlace.compile_step(model, loss_of, batches_of(0, rank)[0], config=QUICK, **options)
+
+
+def goes_on(mesh: DeviceMesh, rank: int) -> dict[str, bool]:
+    """What else a user does with the module: it adds gradients up, loads weights into it in both
+    ways, clips, compares, has weights left whole, compiles another step."""
+    ours, theirs, batches = small(mesh), small(mesh), batches_of(0, rank)
+    step, found = compiled(ours, rank), {}
+    found["gathers and reductions"] = shown(step) == [3, 5]  # the root's weights stay whole
+
+    def same() -> bool:
+        gradients = [[p.grad for p in m.parameters()] for m in (ours, theirs)]
+        return apart(*gradients) == 0
+
+    for _ in range(2):
+        step(batches)
+        eager(theirs, batches)
+    found["added up"] = same()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1)
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(ours, get_model_state_dict(theirs, options=whole), options=whole)
+    for parameter in (*ours.parameters(), *theirs.parameters()):
+        parameter.grad = None
+    ours.unshard()  # as a forward without backward leaves it
+    step(batches)
+    eager(theirs, batches)
+    found["loaded"] = same()
+    given = {name: each.clone() for name, each in theirs.state_dict().items()}
+    ours.load_state_dict(given, assign=True)
+    theirs.zero_grad()
+    step(batches)
+    eager(theirs, batches)
+    found["assigned"] = same()
+    having = [p.grad for p in ours.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(having).full_tensor()
+    found["clipped"] = torch.allclose(interlace.clip_grad_norm_(step, 0.1).float(), norm)
+    found["compared"] = compiled(ours, rank, strands=1).compare(batches, repeats=0).same_bits
+    return found
+
+
+def masks_differ(mesh: DeviceMesh) -> bool:
+    """Whether ranks that see other data draw other masks from the same seed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
+    fully_shard(model, mesh=mesh)
+    x = (torch.ones(2, 8),)
+    step = interlace.compile_step(
+        model, lambda m, x: (m(x).sum(), m(x).ne(0).float()), x, config=QUICK
+    )
+    step([x, x])
+    own = step.results[0][0]
+    both = own.clone()
+    dist.all_reduce(both)
+    return not torch.equal(own, both / mesh.size())
+
+
+def refusals(mesh: DeviceMesh, rank: int) -> dict[str, str]:
+    """What a module is refused with, by what is in the way."""
+    several = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    offload = CPUOffloadPolicy(pin_memory=False)
+
+    def unlike(model: Model) -> None:
+        model.blocks[0].bfloat16()
+        fully_shard(model, mesh=mesh)
+
+    ways: dict[str, tuple[Callable[[Model], object], dict[str, Any]]] = {
+        "offload": (lambda m: fully_shard(m, mesh=mesh, offload_policy=offload), {}),
+        "no sync": (lambda m: fully_shard(m, mesh=mesh).set_requires_gradient_sync(False), {}),
+        "factor": (lambda m: fully_shard(m, mesh=mesh).set_gradient_divide_factor(3.0), {}),
+        "outside": (lambda m: fully_shard(m.blocks[0], mesh=mesh), {}),
+        "chunks": (lambda m: fully_shard(m, mesh=mesh), {"schedule": "folded"}),
+        "types": (unlike, {}),
+        "replicas": (lambda m: fully_shard(m, mesh=several["dp_shard"]), {"mesh": several}),
+        "meta": (lambda m: fully_shard(m.to("meta"), mesh=mesh), {}),
+    }
+    found = {}
+    for name, (lay_out, options) in ways.items():
+        model = Model()
+        lay_out(model)
+        try:
+            compiled(model, rank, **options)
+        except InputError as error:
+            found[name] = str(error)
+    return found
+
+
+def two_ranks() -> dict[str, Any]:
     with gloo_group():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        rank = mesh.get_local_rank()
         return {
-            name: differences(case, mesh, mesh.get_local_rank()) for name, case in TWO_RANKS.items()
+            "far": {name: differences(case, mesh, rank) for name, case in TWO_RANKS.items()},
+            "goes on": goes_on(mesh, rank),
+            "masks": masks_differ(mesh),
+            "refused": refusals(mesh, rank),
         }
+
+
+REFUSED = {
+    "offload": "CPUOffloadPolicy",
+    "no sync": "reduce_grads = False",
+    "factor": "gradient_divide_factor = 3.0",
+    "outside": "is under no fully_shard",
+    "chunks": "cuts it into chunks",
+    "types": "fully_shard refuses the module",
+    "replicas": "axis dp_replicate of 2 ranks",
+    "meta": "materialized from meta device",
+}
 
 
 def test_two_ranks() -> None:
     for result in run_ranks("test_fully_shard:two_ranks", 2, timeout_s=120):
+        for name, far in result.value["far"].items():
+            assert set(far.values()) == {0.0}, (name, far)
+        assert all(result.value["goes on"].values()), result.value["goes on"]
+        assert result.value["masks"]
+        assert result.value["refused"].keys() == REFUSED.keys()
+        for name, part in REFUSED.items():
+            assert part in result.value["refused"][name]
+
+
+FOUR_RANKS = {
+    "replicas": Case(axes=("dp_replicate", "dp_shard"), named_mesh=True),
+    "tensor parallel": Case(axes=("dp", "tp")),
+    "tensor parallel, bf16": Case(axes=("dp", "tp"), options={"mp_policy": BF16}),
+}
+
+
+def four_ranks() -> dict[str, Any]:
+    with gloo_group():
+        found = {}
+        for name, case in FOUR_RANKS.items():
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=case.axes)
+            data_rank = mesh["dp"].get_local_rank() if "tp" in case.axes else mesh.get_rank()
+            found[name] = differences(case, mesh, data_rank)
+        return found
+
+
+def test_four_ranks() -> None:
+    """Replicas of shards, and tensor parallelism under them."""
+    for result in run_ranks("test_fully_shard:four_ranks", 4, timeout_s=240):
         for name, far in result.value.items():
-            assert all(value <= TWO_RANKS[name].bound for value in far.values()), (name, far)
+            assert set(far.values()) == {0.0}, (name, far)
+
+
+def one_rank() -> dict[str, Any]:
+    with gloo_group():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        cases = (Case(), Case(options={"mp_policy": BF16}))
+        far = [differences(case, mesh, 0) for case in cases]
+        return {"far": far, "collectives": shown(compiled(small(mesh), 0))}
+
+
+def test_a_mesh_of_one_rank() -> None:
+    (result,) = run_ranks("test_fully_shard:one_rank", 1, timeout_s=120)
+    assert [set(far.values()) for far in result.value["far"]] == [{0.0}, {0.0}]
+    assert result.value["collectives"] == [0, 0]

@@ -47,7 +47,7 @@ class FullyShardedModule:
         self.reshard()
         self._states = list(dict.fromkeys(each._get_fsdp_state() for each in self._modules))
         for state in self._states:
-            state._lazy_init()  # settles dtypes and what the root keeps; nothing the second time
+            _begin(state)
         self._groups = [group for state in self._states for group in _groups_of(state)]
         _refuse(self._groups)
         self.layout = _layout(root, self._groups)
@@ -123,6 +123,18 @@ class FullyShardedModule:
 def fully_sharded(root: nn.Module) -> FullyShardedModule | None:
     """`root` as FSDP2 has it; None if nothing in it is under `fully_shard`."""
     return FullyShardedModule(root) if _fsdp_modules(root) else None
+
+
+def _begin(state: Any) -> None:
+    """Settle dtypes and what the root keeps, as FSDP2 does it in its first forward."""
+    try:
+        state._lazy_init()  # does nothing the second time
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"fully_shard refuses the module: {error}",
+            hint="make it what FSDP2 can run forward: weights on their device, of one dtype in "
+            "each call of fully_shard",
+        ) from error
 
 
 def _fsdp_modules(root: nn.Module) -> list[Any]:
