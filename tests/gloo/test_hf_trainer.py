@@ -134,6 +134,44 @@ def test_replicas_average_as_ddp_does(tmp_path: Path) -> None:
         assert weight < BOUND
 
 
+class Averaging(torch.optim.SGD):
+    """Has two sets of weights, as optimizers without a schedule have; steps in training only."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.training
+        return super().step(closure)
+
+
+def test_a_new_model_has_steps_of_its_own(tmp_path: Path) -> None:
+    """Each train() of a Trainer with a model_init trains a new model, here after evaluations."""
+    data, found = texts(22), []
+    for kind in (Trainer, Ours):
+        args = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=2, logging_steps=1,
+            use_cpu=True, gradient_accumulation_steps=2, save_strategy="no", report_to="none",
+            eval_strategy="steps", eval_steps=1, disable_tqdm=True, learning_rate=0.05,
+        )  # fmt: skip
+        trainer = kind(
+            model_init=llama, args=args, train_dataset=data, eval_dataset=data[:2],
+            optimizer_cls_and_kwargs=(Averaging, {"lr": 0.05}),
+        )  # fmt: skip
+        for _ in range(2):
+            trainer.train()
+            found.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+    first, second, *ours = found
+    for wanted, weights in zip((first, second), ours, strict=True):
+        for name, weight in wanted.items():
+            assert float((weights[name] - weight).abs().max()) < BOUND
+
+
 def longer(count: int) -> list[dict[str, Tensor]]:
     """Micro-batches of more shapes than steps are compiled for."""
     sizes = (size for number in itertools.count(4) for size in [number] * 2)
@@ -160,6 +198,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     text = refusal(Ours, texts(8), torch_compile=True)
     assert "do not go together with torch_compile" in text
+    assert "with neftune_noise_alpha" in refusal(Ours, texts(8), neftune_noise_alpha=5.0)
     text = refusal(InOrder, longer(12), gradient_accumulation_steps=2)
     assert "the 2 micro-batches of a step have 2 shapes" in text
     assert "input_ids 2 x 4" in text
