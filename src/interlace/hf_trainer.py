@@ -93,10 +93,11 @@ class Interleaved:
     def _run(self, batches: list[Any], items: Tensor | int | None) -> list[Tensor]:
         """Run the micro-batches of an optimizer step; gives their losses as Trainer counts them."""
         trainer: Any = self
-        if trainer.model is not self._traced:
+        model: nn.Module = trainer.model
+        if model is not self._traced:
             # Each train() of a Trainer with a model_init makes a new model, as does each trial.
-            self.steps, self._traced = {}, trainer.model
-        trainer.model.train()
+            self.steps, self._traced = {}, model
+        model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             # Optimizers without a schedule of learning rates hold other weights in evaluation.
             trainer.optimizer.train()
