@@ -42,7 +42,7 @@ test: lint ## everything that continuous integration runs: WORKERS (2) files at 
 test-torch: ## quick tests on another torch, as TORCH=2.15.0; TESTS=all or files for others
 	@$(PYTHON) scripts/test_torch.py '$(TORCH)' $(TESTS)
 
-bench: $(READY) ## the measured claims of the README, written to bench/results/
+bench: $(READY) ## the measured claims of README and docs/results.md, written to bench/results/
 	$(BIN)/python scripts/bench.py
 
 gpu-check: ## on a CUDA machine, with python3, torch and numpy: GPU tests and benches; elsewhere says so

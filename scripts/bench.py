@@ -1,7 +1,7 @@
-"""`make bench`: every bench that the README names, one after the other.
+"""`make bench`: every bench that README and docs/results.md name, one after the other.
 
-Each writes the file of bench/results/ that the README names. Without network namespaces, which need
-Linux and root, a bench would emulate its links; those figures are not the README's, so it is named
+Each writes the file of bench/results/ that they name. Without network namespaces, which need
+Linux and root, a bench would emulate its links; those figures are not theirs, so it is named
 as skipped. It exits 1 if one failed.
 """
 
@@ -17,7 +17,7 @@ RESULTS = "bench/results/cpu"
 
 
 class Bench(NamedTuple):
-    """A bench of `interlace bench`, and how long the README says that it takes."""
+    """A bench of `interlace bench`, and how long it is said to take."""
 
     name: str
     minutes: int | None

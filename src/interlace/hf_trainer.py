@@ -62,6 +62,8 @@ class Interleaved:
         self._batches: list[Any] = []
         """Micro-batches of the optimizer step that has not run yet."""
         self._mesh: DeviceMesh | None = None
+        self._traced: nn.Module | None = None
+        """The model of `steps`."""
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -91,7 +93,14 @@ class Interleaved:
     def _run(self, batches: list[Any], items: Tensor | int | None) -> list[Tensor]:
         """Run the micro-batches of an optimizer step; gives their losses as Trainer counts them."""
         trainer: Any = self
-        trainer.model.train()
+        model: nn.Module = trainer.model
+        if model is not self._traced:
+            # Each train() of a Trainer with a model_init makes a new model, as does each trial.
+            self.steps, self._traced = {}, model
+        model.train()
+        if callable(getattr(trainer.optimizer, "train", None)):
+            # Optimizers without a schedule of learning rates hold other weights in evaluation.
+            trainer.optimizer.train()
         device = trainer.args.device
         extra = {_COUNT: torch.tensor(float(len(batches)), device=device)}
         if items is not None:
@@ -112,7 +121,7 @@ class Interleaved:
 
     def _step(self, shape: Shape, example: Batch, strands: int) -> Step:
         if (shape, strands) not in self.steps:
-            if not self.steps:
+            if self._mesh is None:
                 self._mesh = _replicas(example[_COUNT].device)
             known = {each for each, _ in self.steps}
             if shape not in known and len(known) == MOST_SHAPES:
@@ -174,6 +183,7 @@ def _refuse_unknown(trainer: Any) -> None:
         "torch_compile": bool(args.torch_compile),
         f"n_gpu = {args.n_gpu}": args.n_gpu > 1,
         "a parallelism_config": parallel is not None and parallel.total_size > 1,
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
         f"optim = {args.optim}": "lomo" in str(args.optim).lower(),
         f"distributed_type = {kind}": kind not in ("NO", "MULTI_GPU", "MULTI_CPU"),
         "accelerate's own gradient accumulation": accelerator.gradient_accumulation_steps != 1,

@@ -25,6 +25,9 @@ BOUND = 2e-6
 """Largest difference of a loss or a weight in float32, after three steps of SGD. Stock Trainer
 leaves out a mask of which all is seen, and a graph does not."""
 
+BF16_BOUND = 1e-3
+"""The same under autocast to bfloat16, a quarter of whose rounding (2**-8) this is."""
+
 
 class Ours(InterleavedTrainer):
     """Times are computed: measuring takes longer than all else."""
@@ -110,16 +113,18 @@ def difference(make: Any, data: list[Any], folder: Path, **options: Any) -> tupl
         (llama, texts, {"max_steps": -1, "num_train_epochs": 1}),  # the last step has two of three
         (llama, texts, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1}),
         (bert, classes, {}),
+        (llama, texts, {"bf16": True}),
     ],
-    ids=["llama", "label smoothing", "two of three", "one of two", "bert"],
+    ids=["llama", "label smoothing", "two of three", "one of two", "bert", "bf16"],
 )
 def test_losses_and_weights_are_those_of_trainer(
     make: Any, data: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Micro-batches with unequal numbers of labels count as Trainer counts them."""
+    bound = BF16_BOUND if options.get("bf16") else BOUND
     loss, weight = difference(make, data(22), tmp_path, **options)
-    assert loss < BOUND
-    assert weight < BOUND
+    assert loss < bound
+    assert weight < bound
 
 
 def replicas(folder: str) -> tuple[float, float]:
@@ -132,6 +137,44 @@ def test_replicas_average_as_ddp_does(tmp_path: Path) -> None:
     for loss, weight in (result.value for result in found):
         assert loss < BOUND
         assert weight < BOUND
+
+
+class Averaging(torch.optim.SGD):
+    """Has two sets of weights, as optimizers without a schedule have; steps in training only."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.training
+        return super().step(closure)
+
+
+def test_a_new_model_has_steps_of_its_own(tmp_path: Path) -> None:
+    """Each train() of a Trainer with a model_init trains a new model, here after evaluations."""
+    data, found = texts(22), []
+    for kind in (Trainer, Ours):
+        args = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=2, logging_steps=1,
+            use_cpu=True, gradient_accumulation_steps=2, save_strategy="no", report_to="none",
+            eval_strategy="steps", eval_steps=1, disable_tqdm=True, learning_rate=0.05,
+        )  # fmt: skip
+        trainer = kind(
+            model_init=llama, args=args, train_dataset=data, eval_dataset=data[:2],
+            optimizer_cls_and_kwargs=(Averaging, {"lr": 0.05}),
+        )  # fmt: skip
+        for _ in range(2):
+            trainer.train()
+            found.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+    first, second, *ours = found
+    for wanted, weights in zip((first, second), ours, strict=True):
+        for name, weight in wanted.items():
+            assert float((weights[name] - weight).abs().max()) < BOUND
 
 
 def longer(count: int) -> list[dict[str, Tensor]]:
@@ -160,6 +203,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     text = refusal(Ours, texts(8), torch_compile=True)
     assert "do not go together with torch_compile" in text
+    assert "with neftune_noise_alpha" in refusal(Ours, texts(8), neftune_noise_alpha=5.0)
     text = refusal(InOrder, longer(12), gradient_accumulation_steps=2)
     assert "the 2 micro-batches of a step have 2 shapes" in text
     assert "input_ids 2 x 4" in text
