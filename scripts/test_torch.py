@@ -25,6 +25,7 @@ QUICK = (
     "tests/gloo/test_compile_step.py",
     "tests/gloo/test_step_binding.py",
     "tests/gloo/test_gradient_layouts.py",
+    "tests/gloo/test_fully_shard.py",
     "tests/gloo/test_tensor_parallel.py",
     "tests/gloo/test_context_graphs.py",
     "tests/gloo/test_recompute.py",

@@ -28,6 +28,7 @@ from interlace.config import OverlapConfig, PlanConfig, RunConfig
 from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
 from interlace.graphs.capture_settings import no_collections
+from interlace.graphs.fsdp_private import FullyShardedModule
 from interlace.graphs.wide_sums import wide_sums
 from interlace.hardware.cluster_costs import ClusterMachine
 from interlace.measure.site_times import decompose_of
@@ -39,6 +40,8 @@ from interlace.ranks.determinism import warn_of_other_bits
 from interlace.runtime.batch_form import BatchForm
 from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.candidates import Candidates, trace_candidates
+from interlace.runtime.fsdp_gradients import GroupGradients
+from interlace.runtime.fsdp_step import mesh_of_fully_shard, sharded_for_step
 from interlace.runtime.gradients import ParameterGradients
 from interlace.runtime.joint_end import WAIT_S
 from interlace.runtime.memory_limit import memory_limits
@@ -84,9 +87,10 @@ def compile_step(
     for `step.results`; `example_inputs` is one batch, any tree of tensors, and all later ones have
     its form, shapes, dtypes and device. The module is on its device and laid out over ranks; `mesh`
     names the axes of its collectives. Gradients are averaged over an axis `dp_replicate`, whose
-    ranks hold equal weights and see different data. `strands=1` runs the same graphs one
-    micro-batch after the other. `schedule` takes the place of `strands`: `one_strand`,
-    `two_strand`, `folded`, or a function of your own or its `"module:name"`
+    ranks hold equal weights and see different data; a module under `fully_shard` keeps its shards
+    (docs/guides/fsdp2.md). `strands=1` runs the same graphs one micro-batch after the other.
+    `schedule` takes the place of `strands`: `one_strand`, `two_strand`, `folded`, or a function of
+    your own or its `"module:name"`
     (docs/concepts/schedules.md). An axis `pp` of `mesh` is a pipeline: its ranks run the chunks of
     such a schedule, each builds the whole module, and afterwards has gradients of its own stage.
     Chunks have equal shares of the arithmetic, or begin with the sub-modules that `split_at` names,
@@ -103,36 +107,35 @@ def compile_step(
 
     Collective on the ranks of `mesh`, or else of the default process group; all run the same
     program. Hold `loss_parallel()` around it if the loss needs that. Raises InputError for what
-    cannot be traced, with module and line, for a mesh axis `dp_shard`, for inputs on another GPU.
+    cannot be traced, with module and line, and for inputs on another GPU.
     """
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
+    mesh = mesh if mesh is not None or stages else mesh_of_fully_shard(module)
     ranks = StepRanks.of(mesh, stages, overlap)
     with refused_together(ranks.group):
         found = _schedule(schedule, strands, ranks)
         check_example(example := (form := BatchForm(example_inputs)).example)
         chunk = ModuleWithLoss(module, loss_fn, form)
-        check_wrappers(module)
+        check_wrappers(module, fsdp=True)
         refuse_gradient_hooks(chunk)
+        sharded = sharded_for_step(chunk, ranks, found)
         alike = ModuleAgreement(module, ranks.mesh, per_rank, ranks.group)
-        data = ranks.data(chunk, dtype := _type_of_sums(module))
+        dtype = _type_of_sums(module)
+        data = ranks.data(chunk, dtype) if sharded is None else None
         link = ranks.link(chunk, example[0].device, wait_s)
         machine = machine_of_plan(config, rank_groups(ranks.mesh))
     alike.check_software(loss_fn)
-    trace = _trace(chunk, example, ranks.mesh, data, dtype)
+    trace = _trace(chunk, example, ranks.mesh, data, dtype, sharded)
     decompose = decompose_of(overlap, example[0].device, machine)
     candidates = _candidates(trace, decompose, overlap, found, ranks, split_at)
     whole = candidates.whole
     with refused_together(ranks.group):
-        check_loss(whole.measured)
-        assert whole.reads is not None
-        binding = ModuleBinding(chunk, whole.reads, example[0].device)
+        binding = _bound(chunk, whole, example[0].device, sharded)
     alike.check_traced(whole)
-    gradients = ParameterGradients(
-        chunk, whole.held_parameters, whole.placements, dtype, replicas=ranks.has_replicas(chunk)
-    )
+    gradients = _gradients(chunk, whole, dtype, ranks)
     times = _times(config, example, gradients.constants, ranks.group, machine)
     compilation = Compilation(candidates, _settings(config, overlap, whole, data), times)
-    tensors = UserModule(chunk, gradients, binding, form, alike)
+    tensors = UserModule(chunk, gradients, binding, form, alike, sharded)
     return _step(compilation, found, tensors, data_rank_of(ranks.mesh, whole), link, ranks)
 
 
@@ -189,13 +192,43 @@ def _trace(
     mesh: DeviceMesh | None,
     data: DataLayout | None,
     dtype: torch.dtype,
+    sharded: FullyShardedModule | None,
 ) -> Callable[[Decompose | None], Strands]:
     """Traces the module, with and without what is decomposed, each once."""
+    if sharded is not None:
+        example = sharded.fake_inputs(example)
     trace = partial(
         build_strands, chunk, example, axis_of_group(mesh), data=data, buffer_dtype=dtype,
         wide_sums=wide_sums(example[0].device), watch=True,
+        groups=None if sharded is None else sharded.layout,
     )  # fmt: skip
-    return cache(lambda decompose: trace(decompose=decompose))
+
+    @cache
+    def traced(decompose: Decompose | None) -> Strands:
+        with nullcontext() if sharded is None else sharded.plain():
+            return trace(decompose=decompose)
+
+    return traced
+
+
+def _bound(
+    chunk: nn.Module, strands: Strands, device: torch.device, sharded: FullyShardedModule | None
+) -> ModuleBinding:
+    check_loss(strands.measured)
+    assert strands.reads is not None
+    as_traced = nullcontext if sharded is None else sharded.plain
+    return ModuleBinding(chunk, strands.reads, device, as_traced)
+
+
+def _gradients(
+    chunk: nn.Module, strands: Strands, dtype: torch.dtype, ranks: StepRanks
+) -> ParameterGradients:
+    if strands.groups is not None:
+        return GroupGradients(chunk, strands.held_parameters, strands.groups, dtype)
+    return ParameterGradients(
+        chunk, strands.held_parameters, strands.placements, dtype,
+        replicas=ranks.has_replicas(chunk),
+    )  # fmt: skip
 
 
 def _candidates(

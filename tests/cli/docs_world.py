@@ -145,6 +145,7 @@ WITH_GROUP: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": _own_model,
     "docs/guides/own-model.md": _own_model,
     "docs/guides/resharding.md": _resharding,
+    "docs/guides/fsdp2.md": dict,
     "docs/guides/torch-pipelining.md": dict,
     "docs/concepts/decompose.md": _decompose,
 }

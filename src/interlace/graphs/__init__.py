@@ -7,7 +7,8 @@ repeat.py             a deep module from the graphs of its twin
 periods.py            where the blocks of a twin are in its joint graph
 trace.py              module + example inputs -> forward and backward graph
 trace_errors.py       which line of the user's code cannot be traced, and what to do
-torch_private.py      the only module that touches private torch APIs
+torch_private.py      the only module that touches private torch APIs, but for those of FSDP2
+fsdp_private.py       a module under `fully_shard` as plain data, and as it is without FSDP2
 
 Passes:
 
@@ -15,6 +16,7 @@ accumulate.py         gradients flow into persistent buffers
 gradient_layouts.py   each gradient comes to its parameter's layout
 joint_backwards.py    gradients of inputs and of weights as two operators
 data_parallel.py      gathers of weights and reductions of gradients
+fsdp_exchange.py      the same for the groups of weights of `fully_shard`
 dropout.py            masks that depend on numbers, not on what ran before
 capture_settings.py   how a forward is captured: sizes, logs, recurrent layers, garbage
 ragged.py             operators that would look at how many rows have arrived for experts

@@ -14,7 +14,7 @@ A mean over ranks, `Partial("avg")`, becomes a sum of parts divided by the numbe
 no such conversion is refused by name, and so are parts that are not equal on all ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -106,15 +106,19 @@ def check_parameters(module: nn.Module) -> None:
             _refuse_uneven(what, parameter.shape, parameter.placements, parameter.device_mesh)
 
 
-def lay_out_gradients(chunk: ChunkGraphs, module: nn.Module) -> ChunkGraphs:
+def lay_out_gradients(
+    chunk: ChunkGraphs, module: nn.Module, at_once: Collection[str] = ()
+) -> ChunkGraphs:
     """`chunk` with gradients as large as this rank's parts of the parameters of `module`, and
-    `placements` that say so. Changes the backward graph.
+    `placements` that say so. Changes the backward graph. Gradients of the parameters in `at_once`
+    get their parameter's layout in each micro-batch, and no sums over ranks once a step.
 
     Raises InputError for a layout that cannot be converted, naming the parameter.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     backward = chunk.backward
     late = _summed_once_a_step(chunk, parameters)
+    late |= {parameters[name]: own for name in at_once if (own := _layout_of(parameters[name]))}
     outputs: list[fx.Node] = []
     placements: dict[str, MeshPlacements | None] = {}
     for name, node in zip(chunk.parameters, backward.outputs, strict=True):
@@ -156,6 +160,10 @@ def _summed_once_a_step(
             )
         )
     return found
+
+
+def _layout_of(parameter: Tensor) -> MeshPlacements:
+    return parameter.placements if isinstance(parameter, DTensor) else ()
 
 
 def convert(

@@ -14,27 +14,27 @@ from interlace.graphs.spread import Ranks, ranks_of
 
 
 def axes_of_groups(
-    graphs: Collection[fx.Graph], axis_of_group: Mapping[str, str]
+    graphs: Collection[fx.Graph], axis_of_group: Mapping[str, str], others: Collection[str] = ()
 ) -> dict[str, str]:
-    """`axis_of_group`, with the groups of all collectives of these graphs. Raises InputError for
-    one whose ranks are those of no axis."""
+    """`axis_of_group`, with the groups of all collectives of these graphs, and the groups `others`
+    of weights. Raises InputError for one whose ranks are those of no axis."""
     found = dict(axis_of_group)
     by_ranks: dict[Ranks, str] = {}
-    for graph in graphs:
-        for node in graph.nodes:
-            if not is_collective(node) or (group := group_of(node)) in found:
-                continue
-            if not by_ranks:
-                for name, axis in axis_of_group.items():
-                    by_ranks.setdefault(ranks_of(name), axis)
-            if (ranks := ranks_of(group)) not in by_ranks:
-                raise _on_no_axis(node, ranks, by_ranks)
-            found[group] = by_ranks[ranks]
+    nodes = [node for graph in graphs for node in graph.nodes if is_collective(node)]
+    used = [(group_of(node), str(kind_of_collective(node.target, node.args))) for node in nodes]
+    for group, what in (*used, *((each, "weights of fully_shard") for each in others)):
+        if group in found:
+            continue
+        if not by_ranks:
+            for name, axis in axis_of_group.items():
+                by_ranks.setdefault(ranks_of(name), axis)
+        if (ranks := ranks_of(group)) not in by_ranks:
+            raise _on_no_axis(what, ranks, by_ranks)
+        found[group] = by_ranks[ranks]
     return found
 
 
-def _on_no_axis(node: fx.Node, ranks: Ranks, by_ranks: Mapping[Ranks, str]) -> InputError:
-    kind = kind_of_collective(node.target, node.args)
+def _on_no_axis(kind: str, ranks: Ranks, by_ranks: Mapping[Ranks, str]) -> InputError:
     what = f"the module exchanges values between ranks {_listed(ranks)} ({kind}), "
     if not by_ranks:
         return InputError(

@@ -15,7 +15,7 @@ docs/new-torch.md says with which versions of torch it was tested.
     distributed.distributed_c10d._set_pg_timeout   how long a group that exists waits (before 2.14)
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
     distributed._functional_collectives.AsyncCollectiveTensor   what eager DTensor waits on
-    utils._python_dispatch.TorchDispatchMode, utils._pytree.tree_leaves   seeing eager operators
+    utils._python_dispatch.TorchDispatchMode, utils._pytree.*   seeing eager operators
     _ops.OpOverload                          an operator of a graph, on which a row can be kept
     _inductor.fx_passes.overlap_scheduling   PyTorch's overlap scheduler, a rival (from 2.13 on)
     distributed.pipelining.schedules._PipelineScheduleRuntime, ._Action    their runtime, our order
@@ -55,7 +55,7 @@ from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.graphs.capture_settings import capture_settings
@@ -87,6 +87,7 @@ __all__ = [
     "set_group_timeout",
     "set_input",
     "tree_leaves",
+    "tree_map_only",
 ]
 
 
@@ -395,6 +396,5 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
 
 
 def compile_elementwise(source: str) -> Callable[..., Tensor]:
-    """A function of CUDA tensors from a C++ function template of their elements. It is compiled
-    when first called, by the compiler inside torch: no CUDA toolkit is needed."""
+    """A function of CUDA tensors from a C++ function template, which torch compiles when called."""
     return torch.cuda.jiterator._create_jit_fn(source)

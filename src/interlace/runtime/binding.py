@@ -6,7 +6,8 @@ would look at again is compared: modules, hooks and modes (`module_tree`), param
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,15 @@ _NO_ENTRY = re.compile(r"^not ___dict_contains\('(\w+)', (.*)\.__dict__\)$")
 class ModuleBinding:
     """What a step was compiled for."""
 
-    def __init__(self, root: nn.Module, reads: Reads, device: torch.device) -> None:
-        """`root` was just traced for tensors on `device`, and `reads` is what its forward read.
+    def __init__(
+        self,
+        root: nn.Module,
+        reads: Reads,
+        device: torch.device,
+        as_traced: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`root` was just traced for tensors on `device`, and `reads` is what its forward read. In
+        the context `as_traced` it is what was traced, if it is another thing outside.
 
         Raises InputError for a tensor that would get a gradient in eager PyTorch and is no
         parameter of `root`."""
@@ -53,6 +61,7 @@ class ModuleBinding:
         self._constants = [kind_of(tensor) | _memory(tensor) for _, tensor, _ in reads.tensors]
         self._device = device
         self._modes = modes(device)
+        self._as_traced = as_traced
         self.check()
 
     def accept(self) -> None:
@@ -65,6 +74,11 @@ class ModuleBinding:
         self._check_modes()
         self._tree.check()
         replaced = self._tensors.replaced()
+        with self._as_traced():
+            self._check_reads()
+        return replaced
+
+    def _check_reads(self) -> None:
         if not self._reads.hold():
             raise RunError(f"{condition(self._reads.broken(), self._free)} {SINCE}", hint=AGAIN)
         for (source, tensor, again), known in zip(
@@ -76,7 +90,6 @@ class ModuleBinding:
                     hint="change it in place, register it as a buffer (a replaced buffer is "
                     "taken over), or compile the step again",
                 )
-        return replaced
 
     def _check_modes(self) -> None:
         if not torch.is_grad_enabled():

@@ -43,11 +43,21 @@ class ParameterGradients:
             self.constants["gradient", name] = self._buffers[parameter]
         self._before: dict[nn.Parameter, Tensor | None] = {}
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The parameters that get a gradient."""
+        return frozenset(name for role, name in self.constants if role == "gradient")
+
     def given(self, names: Collection[str]) -> list[Tensor]:
         """The gradients of these parameters, after a step; each once."""
-        chosen = {self._parameters[name] for name in names if ("gradient", name) in self.constants}
+        having = self.names
+        chosen = {self._parameters[name] for name in names if name in having}
         found = [each.grad for each in self._buffers if each in chosen]
         return [gradient for gradient in found if gradient is not None]
+
+    def refresh(self) -> bool:
+        """Whether a parameter has other memory than the module shows."""
+        return False
 
     def rebind(self, module: nn.Module) -> None:
         """Take over the parameters of `module`, of which some were replaced by others of the same

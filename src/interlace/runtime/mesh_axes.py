@@ -122,9 +122,12 @@ def pipeline_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 def data_rank_of(mesh: DeviceMesh | None, strands: Strands) -> int:
     """This rank's number among the ranks that see other data: those along axes over which the model
     neither lays out parameters nor exchanges anything, and along `dp_replicate` and `ep`. The
-    stages of a pipeline see the same data."""
+    stages of a pipeline see the same data, and the ranks over which `fully_shard` cuts weights do
+    not."""
     if mesh is None:
         return 0
+    cut_over = () if strands.groups is None else strands.groups.axes
+    apart = {ranks_of(axis.group) for axis in cut_over if axis.size > 1}
     shared = {
         ranks_of(str(parameter.device_mesh.get_group(axis).group_name))
         for parameter in strands.module.parameters()
@@ -139,7 +142,8 @@ def data_rank_of(mesh: DeviceMesh | None, strands: Strands) -> int:
     for axis in range(mesh.ndim):
         if names[axis] == PIPELINE_AXIS:
             continue
+        ranks = ranks_of(str(mesh.get_group(axis).group_name))
         is_replicas = names[axis] in (REPLICATE_AXIS, EXPERT_AXIS)
-        if is_replicas or ranks_of(str(mesh.get_group(axis).group_name)) not in shared:
+        if is_replicas or ranks in apart or ranks not in shared:
             found = found * mesh.size(axis) + mesh.get_local_rank(axis)
     return found

@@ -16,10 +16,12 @@ from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands
 
 
-def check_wrappers(module: nn.Module) -> None:
-    """Raise InputError if a sub-module is wrapped by what works through autograd's hooks."""
+def check_wrappers(module: nn.Module, *, fsdp: bool = False) -> None:
+    """Raise InputError if a sub-module is wrapped by what works through autograd's hooks, and with
+    `fsdp` is not under `fully_shard` either."""
+    refused = (DistributedDataParallel,) if fsdp else (FSDPModule, DistributedDataParallel)
     for name, each in module.named_modules():
-        if isinstance(each, (FSDPModule, DistributedDataParallel)):
+        if isinstance(each, refused):
             by = "fully_shard" if isinstance(each, FSDPModule) else "DistributedDataParallel"
             raise InputError(
                 f"{name or 'the module'} is under {by}, which exchanges gradients by hooks of "

@@ -20,6 +20,7 @@ from interlace.graphs.capture_settings import no_collections
 from interlace.graphs.collectives import is_collective
 from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
 from interlace.graphs.dropout import fix_dropout, takes_seeds
+from interlace.graphs.fsdp_exchange import exchange
 from interlace.graphs.gradient_layouts import check_parameters, lay_out_gradients
 from interlace.graphs.group_axes import axes_of_groups
 from interlace.graphs.joint_backwards import split_joint_backwards
@@ -35,6 +36,7 @@ from interlace.ir.graph import OpGraph
 from interlace.ir.phases import whole_graph
 from interlace.ir.plan import Plan
 from interlace.parallel.data import DataLayout
+from interlace.parallel.fsdp_groups import WeightGroups
 from interlace.parallel.local_parts import local
 from interlace.runtime.executor import Batch, StepExecutor
 from interlace.runtime.handovers import Handovers
@@ -80,6 +82,8 @@ class Strands:
     """The same before it was cut into chunks, if it was."""
     handovers: Handovers | None = None
     """What chunks hand to each other, if there are several."""
+    groups: WeightGroups | None = None
+    """Weights that are under `fully_shard`."""
 
     @property
     def measured(self) -> "Strands":
@@ -115,6 +119,12 @@ class Strands:
         """One strand: the order in which the graphs were traced."""
         return sequential(self.op_graphs)
 
+    @property
+    def data_ranks(self) -> int:
+        """Ranks over which gradients are averaged."""
+        over = self.data or self.groups
+        return 1 if over is None else over.ranks
+
     def buffers(self) -> dict[tuple[str, str], Tensor]:
         """The module's buffers as they are now, under each of their names, by (role, target)."""
         every_name = self.module.named_buffers(remove_duplicate=False)
@@ -137,13 +147,14 @@ class Strands:
 
     @property
     def forward_lanes(self) -> set[str]:
-        """The mesh axes over which forwards communicate."""
+        """The mesh axes over which forwards communicate, but for weights of `fully_shard`."""
+        sharing = () if self.groups is None else self.groups.axes
         return {
             op.lane
             for name, graph in self.op_graphs.items()
             if strand(name) == Strand(Direction.FORWARD, strand(name).chunk)
             for op in graph.collectives
-        }
+        } - {self.axes[axis.group] for axis in sharing if axis.size > 1}
 
     def executor(
         self,
@@ -171,7 +182,7 @@ class Strands:
             self.op_graphs,
             values,
             schedule=schedule,
-            data_ranks=self.data.ranks if self.data else 1,
+            data_ranks=self.data_ranks,
         )
 
 
@@ -213,6 +224,7 @@ def build_strands(
     wide_sums: Collection[torch.dtype] = (),
     fused_sums: bool = True,
     watch: bool = False,
+    groups: WeightGroups | None = None,
 ) -> Strands:
     """Trace `module(*example) -> loss`; gradients will be summed in `buffer_dtype`, and over the
     data-parallel ranks of `data`. A chunk with dropout takes seeds behind its batch.
@@ -222,6 +234,7 @@ def build_strands(
     Matmuls of the types in `wide_sums` are added to float32 buffers unrounded (`graphs.wide_sums`);
     without `fused_sums` no matmul adds to a buffer itself, as in autograd.
     With `watch`, which excludes `repeat`, strands know what the forward read of Python.
+    `groups` are weights under `fully_shard`, which `module` now has whole and without memory.
     """
     check_parameters(module)
     example = tuple(without_overlap(tensor) for tensor in example)
@@ -230,9 +243,10 @@ def build_strands(
     else:
         chunk, reason = trace_chunk(module, example, watch=watch), ""
     reads, wanted = chunk.reads, chunk.results
-    chunk = lay_out_gradients(chunk, module)
+    chunk = lay_out_gradients(chunk, module, () if groups is None else groups.names)
     traced = (chunk.forward.graph, chunk.backward.graph)
-    axis_of_group = axes_of_groups(traced, axis_of_group)
+    cut_over = [axis.group for axis in groups.axes if axis.size > 1] if groups else ()
+    axis_of_group = axes_of_groups(traced, axis_of_group, cut_over)
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= module.named_buffers(remove_duplicate=False)
     chunk = fix_dropout(chunk, batch_inputs=len(example), tensors=tensors)
@@ -243,8 +257,9 @@ def build_strands(
         chunk, listing = decompose_chunk(chunk, axis_of_group, decompose)
     before = _collectives({FORWARD: chunk.forward, BACKWARD: chunk.backward})
     strands = share(
-        module, chunk, axis_of_group, data, buffer_dtype, wide_sums, fused_sums=fused_sums
-    )
+        module, chunk, axis_of_group, data, buffer_dtype, wide_sums, fused_sums=fused_sums,
+        groups=groups,
+    )  # fmt: skip
     _check_results(strands, wanted)
     if listing is not None:
         why = "data-parallel ranks exchange whole buckets of weights"
@@ -282,11 +297,14 @@ def share(
     wide_sums: Collection[torch.dtype] = (),
     *,
     fused_sums: bool = True,
+    groups: WeightGroups | None = None,
 ) -> Strands:
     """The strands of a traced chunk, whose graphs are changed."""
     done: frozenset[str] = frozenset()
     if data is not None and data.reduce_each:
         done = reduce_each(chunk, data, buffer_dtype)
+    if groups is not None:
+        chunk, done = exchange(chunk, groups, buffer_dtype)
     own = {name: local(p) for name, p in module.named_parameters(remove_duplicate=False)}
     graphs = {
         FORWARD: chunk.forward,
@@ -318,6 +336,7 @@ def share(
         chunk.placements,
         data,
         axes,
+        groups=groups,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from interlace.graphs.fsdp_private import FullyShardedModule
 from interlace.parallel.expert import dealt_over, dealt_parameters
 from interlace.parallel.local_parts import local
 from interlace.runtime.batch_form import BatchForm
@@ -35,11 +36,14 @@ class UserModule:
         binding: ModuleBinding,
         form: BatchForm,
         alike: ModuleAgreement,
+        sharded: FullyShardedModule | None = None,
     ) -> None:
+        """`sharded` is the module as FSDP2 has it, if it does."""
         self._chunk = chunk
         self._gradients = gradients
         self._binding = binding
         self._form = form
+        self._sharded = sharded
         self._example = form.example
         self.check_ranks = alike.check
 
@@ -83,7 +87,7 @@ class UserModule:
 
     def norm(self, handovers: Handovers | None, link: StageLink | None) -> Tensor:
         """That of all gradients of the model."""
-        names = [name for role, name in self.constants if role == "gradient"]
+        names = sorted(self._gradients.names)
         if handovers is not None and link is not None:
             names = [name for name in names if handovers.owner(name) == handovers.rank]
         dealt = dealt_parameters(self._chunk)
@@ -104,10 +108,12 @@ class UserModule:
         """Whether parameters or buffers were replaced. Raises InputError for micro-batches unlike
         the example, and RunError for a module that is no longer what was compiled."""
         check_batches(batches, self._example)
+        if self._sharded is not None:
+            self._sharded.reshard()
         replaced = self._binding.check()
         if replaced:
             self._gradients.rebind(self._chunk)
-        return replaced
+        return self._gradients.refresh() or replaced
 
     def begin(self, batches: Sequence[Batch]) -> bool:
         """The same, before a step, which adds to gradients."""

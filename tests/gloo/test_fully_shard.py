@@ -1,0 +1,395 @@
+"""`compile_step` on modules under FSDP2's `fully_shard`, against FSDP2's own loop."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from processes import gloo_group, run_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import interlace
+from interlace.config import PlanConfig
+from interlace.errors import InputError
+
+pytestmark = pytest.mark.gloo
+QUICK = PlanConfig(cluster="h100")
+VOCABULARY, WIDTH, BATCHES, STEPS = 33, 16, 3, 2
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.Module):
+    """Attention and a perceptron."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, 8)).permute(3, 0, 2, 1, 4)
+        q, k, v = parts.unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    """Two blocks; 33 rows and a scale of one number cannot be cut evenly."""
+
+    def __init__(self, vocabulary: int = VOCABULARY, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(vocabulary, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("temperature", torch.tensor(0.9))
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) * self.scale * self.temperature
+
+
+def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How a model is put under `fully_shard`."""
+
+    per_block: bool = True
+    together: bool = False
+    tied: bool = False
+    frozen: bool = False
+    axes: tuple[str, ...] = ("dp",)
+    strands: int = 2
+    named_mesh: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def second_dimension(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 2 == 0 else None
+
+
+TWO_RANKS = {
+    "blocks": Case(),
+    "root": Case(per_block=False, strands=1),
+    "kept": Case(options={"reshard_after_forward": False}, named_mesh=True),
+    "bf16": Case(options={"mp_policy": BF16}),
+    "bf16 with outputs in float32": Case(
+        per_block=False,
+        options={"mp_policy": MixedPrecisionPolicy(torch.bfloat16, None, torch.float32)},
+    ),
+    "tied": Case(tied=True, per_block=False),
+    "other dimension": Case(options={"shard_placement_fn": second_dimension}),
+    "list": Case(together=True),
+    "frozen": Case(frozen=True),
+}
+
+
+def tensor_parallel(model: Model, mesh: DeviceMesh) -> None:
+    rows, whole = Shard(1), Replicate()
+    ask = PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,))
+    plan = {
+        "tokens": RowwiseParallel(input_layouts=whole, output_layouts=rows),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=rows, output_layouts=whole),
+    }
+    parallelize_module(model, mesh, plan)
+    for block in model.blocks:
+        own = {
+            "norm": SequenceParallel(),
+            "qkv": ColwiseParallel(input_layouts=rows),
+            "out": RowwiseParallel(output_layouts=rows),
+            "mlp": ask,
+            "mlp.0": ColwiseParallel(),
+            "mlp.2": RowwiseParallel(output_layouts=rows),
+        }
+        parallelize_module(block, mesh, own)
+
+
+def built(case: Case, mesh: DeviceMesh) -> Model:
+    model = Model(34 if "tp" in case.axes else VOCABULARY, tied=case.tied)
+    model.blocks[0].requires_grad_(not case.frozen)
+    if "tp" in case.axes:
+        tensor_parallel(model, mesh["tp"])
+        mesh = mesh["dp"]
+    parts: list[Any] = list(model.blocks) if case.per_block else []
+    parts += [[model.norm, model.head]] if case.together else []
+    for part in (*parts, model):
+        fully_shard(part, mesh=mesh, **case.options)
+    return model
+
+
+def batches_of(seed: int, data_rank: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1000 * data_rank + seed)
+    found = [torch.randint(0, VOCABULARY, (2, 9), generator=draw) for _ in range(BATCHES)]
+    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in found]
+
+
+def eager(model: nn.Module, batches: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    losses = [loss_of(model, *batch) for batch in batches]
+    for batch in batches:
+        (loss_of(model, *batch) / len(batches)).backward()
+    return losses
+
+
+def local(tensor: Tensor | None) -> Tensor | None:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def apart(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> float:
+    """The largest difference; layouts and types are the same."""
+    largest = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        if one is None or other is None:
+            assert one is other
+            continue
+        if isinstance(one, DTensor):
+            assert isinstance(other, DTensor)
+            assert one.placements == other.placements
+        a, b = local(one), local(other)
+        assert a is not None
+        assert b is not None
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        if a.numel():
+            assert torch.isfinite(a).all()
+            largest = max(largest, float((a.detach() - b.detach()).abs().max()))
+    return largest
+
+
+def differences(case: Case, mesh: DeviceMesh, data_rank: int) -> dict[str, float]:
+    """Between steps and FSDP2's own loop; the last step is FSDP2's for both."""
+    ours, theirs = built(case, mesh), built(case, mesh)
+    step = interlace.compile_step(
+        ours, loss_of, batches_of(0, data_rank)[0], strands=case.strands, config=QUICK,
+        mesh=mesh if case.named_mesh or "tp" in case.axes else None,
+    )  # fmt: skip
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, theirs)]
+    far = dict.fromkeys(("loss", "gradient", "weight", "evaluated"), 0.0)
+    for number in range(STEPS + 1):
+        batches = batches_of(number, data_rank)
+        with torch.no_grad():
+            seen = [[loss_of(m, *batches[0])] for m in (ours, theirs)]
+        theirs.reshard()
+        far["evaluated"] = max(far["evaluated"], apart(*seen))
+        if number < STEPS:
+            mean = step(batches)
+            losses = step.losses
+            assert torch.allclose(mean, torch.stack(losses).mean())
+        else:
+            ours.reshard()
+            losses = eager(ours, batches)
+        far["loss"] = max(far["loss"], apart(losses, eager(theirs, batches)))
+        gradients = [[p.grad for p in m.parameters()] for m in (ours, theirs)]
+        far["gradient"] = max(far["gradient"], apart(*gradients))
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for on in {p.device_mesh for p in model.parameters()}:
+                own = [p for p in model.parameters() if p.device_mesh == on]
+                nn.utils.clip_grad_norm_(own, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [list(m.state_dict().values()) for m in (ours, theirs)]
+        far["weight"] = max(far["weight"], apart(*states))
+    return far
+
+
+def shown(step: interlace.Step) -> list[int]:
+    """Collectives of a forward and of a backward."""
+    return [len(step.strands.op_graphs[name].collectives) for name in ("forward", "backward")]
+
+
+def small(mesh: DeviceMesh, **options: Any) -> Model:
+    return built(Case(options=options), mesh)
+
+
+def compiled(model: nn.Module, rank: int, **options: Any) -> interlace.Step:
+    return interlace.compile_step(model, loss_of, batches_of(0, rank)[0], config=QUICK, **options)
+
+
+def goes_on(mesh: DeviceMesh, rank: int) -> dict[str, bool]:
+    """What else a user does with the module: it adds gradients up, loads weights into it in both
+    ways, clips, compares, has weights left whole, compiles another step."""
+    ours, theirs, batches = small(mesh), small(mesh), batches_of(0, rank)
+    step, found = compiled(ours, rank), {}
+    found["gathers and reductions"] = shown(step) == [3, 5]  # the root's weights stay whole
+
+    def same() -> bool:
+        gradients = [[p.grad for p in m.parameters()] for m in (ours, theirs)]
+        return apart(*gradients) == 0
+
+    for _ in range(2):
+        step(batches)
+        eager(theirs, batches)
+    found["added up"] = same()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1)
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(ours, get_model_state_dict(theirs, options=whole), options=whole)
+    for parameter in (*ours.parameters(), *theirs.parameters()):
+        parameter.grad = None
+    ours.unshard()  # as a forward without backward leaves it
+    step(batches)
+    eager(theirs, batches)
+    found["loaded"] = same()
+    given = {name: each.clone() for name, each in theirs.state_dict().items()}
+    ours.load_state_dict(given, assign=True)
+    theirs.zero_grad()
+    step(batches)
+    eager(theirs, batches)
+    found["assigned"] = same()
+    having = [p.grad for p in ours.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(having).full_tensor()
+    found["clipped"] = torch.allclose(interlace.clip_grad_norm_(step, 0.1).float(), norm)
+    found["compared"] = compiled(ours, rank, strands=1).compare(batches, repeats=0).same_bits
+    return found
+
+
+def masks_differ(mesh: DeviceMesh) -> bool:
+    """Whether ranks that see other data draw other masks from the same seed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
+    fully_shard(model, mesh=mesh)
+    x = (torch.ones(2, 8),)
+    step = interlace.compile_step(
+        model, lambda m, x: (m(x).sum(), m(x).ne(0).float()), x, config=QUICK
+    )
+    step([x, x])
+    own = step.results[0][0]
+    both = own.clone()
+    dist.all_reduce(both)
+    return not torch.equal(own, both / mesh.size())
+
+
+def refusals(mesh: DeviceMesh, rank: int) -> dict[str, str]:
+    """What a module is refused with, by what is in the way."""
+    several = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    offload = CPUOffloadPolicy(pin_memory=False)
+
+    def unlike(model: Model) -> None:
+        model.blocks[0].bfloat16()
+        fully_shard(model, mesh=mesh)
+
+    ways: dict[str, tuple[Callable[[Model], object], dict[str, Any]]] = {
+        "offload": (lambda m: fully_shard(m, mesh=mesh, offload_policy=offload), {}),
+        "no sync": (lambda m: fully_shard(m, mesh=mesh).set_requires_gradient_sync(False), {}),
+        "factor": (lambda m: fully_shard(m, mesh=mesh).set_gradient_divide_factor(3.0), {}),
+        "outside": (lambda m: fully_shard(m.blocks[0], mesh=mesh), {}),
+        "chunks": (lambda m: fully_shard(m, mesh=mesh), {"schedule": "folded"}),
+        "types": (unlike, {}),
+        "replicas": (lambda m: fully_shard(m, mesh=several["dp_shard"]), {"mesh": several}),
+        "meta": (lambda m: fully_shard(m.to("meta"), mesh=mesh), {}),
+    }
+    found = {}
+    for name, (lay_out, options) in ways.items():
+        model = Model()
+        lay_out(model)
+        try:
+            compiled(model, rank, **options)
+        except InputError as error:
+            found[name] = str(error)
+    return found
+
+
+def two_ranks() -> dict[str, Any]:
+    with gloo_group():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        rank = mesh.get_local_rank()
+        return {
+            "far": {name: differences(case, mesh, rank) for name, case in TWO_RANKS.items()},
+            "goes on": goes_on(mesh, rank),
+            "masks": masks_differ(mesh),
+            "refused": refusals(mesh, rank),
+        }
+
+
+REFUSED = {
+    "offload": "CPUOffloadPolicy",
+    "no sync": "reduce_grads = False",
+    "factor": "gradient_divide_factor = 3.0",
+    "outside": "is under no fully_shard",
+    "chunks": "cuts it into chunks",
+    "types": "fully_shard refuses the module",
+    "replicas": "axis dp_replicate of 2 ranks",
+    "meta": "materialized from meta device",
+}
+
+
+def test_two_ranks() -> None:
+    for result in run_ranks("test_fully_shard:two_ranks", 2, timeout_s=120):
+        for name, far in result.value["far"].items():
+            assert set(far.values()) == {0.0}, (name, far)
+        assert all(result.value["goes on"].values()), result.value["goes on"]
+        assert result.value["masks"]
+        assert result.value["refused"].keys() == REFUSED.keys()
+        for name, part in REFUSED.items():
+            assert part in result.value["refused"][name]
+
+
+FOUR_RANKS = {
+    "replicas": Case(axes=("dp_replicate", "dp_shard"), named_mesh=True),
+    "tensor parallel": Case(axes=("dp", "tp")),
+    "tensor parallel, bf16": Case(axes=("dp", "tp"), options={"mp_policy": BF16}),
+}
+
+
+def four_ranks() -> dict[str, Any]:
+    with gloo_group():
+        found = {}
+        for name, case in FOUR_RANKS.items():
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=case.axes)
+            data_rank = mesh["dp"].get_local_rank() if "tp" in case.axes else mesh.get_rank()
+            found[name] = differences(case, mesh, data_rank)
+        return found
+
+
+def test_four_ranks() -> None:
+    """Replicas of shards, and tensor parallelism under them."""
+    for result in run_ranks("test_fully_shard:four_ranks", 4, timeout_s=240):
+        for name, far in result.value.items():
+            assert set(far.values()) == {0.0}, (name, far)
+
+
+def one_rank() -> dict[str, Any]:
+    with gloo_group():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        cases = (Case(), Case(options={"mp_policy": BF16}))
+        far = [differences(case, mesh, 0) for case in cases]
+        return {"far": far, "collectives": shown(compiled(small(mesh), 0))}
+
+
+def test_a_mesh_of_one_rank() -> None:
+    (result,) = run_ranks("test_fully_shard:one_rank", 1, timeout_s=120)
+    assert [set(far.values()) for far in result.value["far"]] == [{0.0}, {0.0}]
+    assert result.value["collectives"] == [0, 0]
