@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.compiled import (
-    CachedTimes,
     Compilation,
-    ComputedTimes,
     Constants,
+    StartUpTimes,
     StepSettings,
     machine_of_plan,
 )
@@ -123,17 +122,17 @@ def compile_step(
         dtype = _type_of_sums(module)
         data = ranks.data(chunk, dtype) if sharded is None else None
         link = ranks.link(chunk, example[0].device, wait_s)
-        machine = machine_of_plan(config, rank_groups(ranks.mesh))
+        cluster = machine_of_plan(config, rank_groups(ranks.mesh))
     alike.check_software(loss_fn)
     trace = _trace(chunk, example, ranks.mesh, data, dtype, sharded)
-    decompose = decompose_of(overlap, example[0].device, machine)
+    decompose = decompose_of(overlap, example[0].device, cluster)
     candidates = _candidates(trace, decompose, overlap, found, ranks, split_at)
     whole = candidates.whole
     with refused_together(ranks.group):
         binding = _bound(chunk, whole, example[0].device, sharded)
     alike.check_traced(whole)
     gradients = _gradients(chunk, whole, dtype, ranks)
-    times = _times(config, example, gradients.constants, ranks.group, machine)
+    times = _times(config, example, gradients.constants, ranks.group, cluster)
     compilation = Compilation(candidates, _settings(config, overlap, whole, data), times)
     tensors = UserModule(chunk, gradients, binding, form, alike, sharded)
     return _step(compilation, found, tensors, data_rank_of(ranks.mesh, whole), link, ranks)
@@ -288,14 +287,12 @@ def _times(
     example: Batch,
     constants: Constants,
     group: dist.ProcessGroup | None,
-    machine: ClusterMachine | None,
-) -> CachedTimes | ComputedTimes:
-    if machine is not None:
-        return ComputedTimes(machine=machine)
+    cluster: ClusterMachine | None,
+) -> StartUpTimes:
     say = logging.getLogger("interlace").warning
-    return CachedTimes(
+    return StartUpTimes(
         example=example, constants=constants, plan=config, link=RunConfig().link, say=say,
-        group=group,
+        group=group, cluster=cluster,
     )  # fmt: skip
 
 

@@ -52,8 +52,9 @@ class StepSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CachedTimes:
-    """Times of graphs on this machine, of an earlier run or measured now. Collective."""
+class StartUpTimes:
+    """Times of graphs: on the cluster that `plan.cluster` names, or else on this machine, of an
+    earlier run or measured now. Collective."""
 
     example: Batch
     """One micro-batch."""
@@ -65,9 +66,13 @@ class CachedTimes:
     """Takes a line for people, such as one about noisy times."""
     group: dist.ProcessGroup | None = None
     """The ranks that run these graphs; None for all of the job."""
+    cluster: ClusterMachine | None = None
+    """A rank of that cluster, by whose description times are computed and nothing is measured."""
 
     def __call__(self, strands: Strands) -> CostTable:
-        """The table of these graphs, the same on all ranks."""
+        """The table of these graphs, the same on all ranks, which see the same cluster file."""
+        if self.cluster is not None:
+            return self.cluster.costs(strands.op_graphs)
         device = self.example[0].device.type
         machine = machine_id(device, link_label(self.link))
         return cached(
@@ -86,17 +91,6 @@ class CachedTimes:
             say=self.say,
             group=self.group,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputedTimes:
-    """Times of graphs on a rank of a cluster, by its description: nothing is measured."""
-
-    machine: ClusterMachine
-
-    def __call__(self, strands: Strands) -> CostTable:
-        """The table of these graphs, the same on all ranks that read the same description."""
-        return self.machine.costs(strands.op_graphs)
 
 
 def machine_of_plan(plan: PlanConfig, groups: Groups) -> ClusterMachine | None:
@@ -118,7 +112,7 @@ class Compilation:
         settings: StepSettings,
         times: Callable[[Strands], CostTable],
     ) -> None:
-        """`times` gives the table of some graphs, as `CachedTimes` and `ComputedTimes` do."""
+        """`times` gives the table of some graphs, as `StartUpTimes` does."""
         self.candidates = candidates
         self.tables: dict[str, CostTable] = {}
         """Times, by digest of the graphs."""

@@ -24,3 +24,8 @@ def test_it_prints_and_writes_its_scores(
     held_out = metrics["held_out_error"]
     assert held_out["ratio"] == pytest.approx(held_out["baseline"] / held_out["ours"])
     assert "memory_error" not in metrics
+    matmuls = {row["case"]: row["ours"] for row in rows if row["case"].startswith("matmuls")}
+    assert matmuls == {
+        "matmuls, A100-PCIe-80G": pytest.approx(0.041, abs=0.001),
+        "matmuls, B200-SXM": pytest.approx(0.151, abs=0.001),
+    }

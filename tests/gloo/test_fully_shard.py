@@ -1,10 +1,10 @@
 """`compile_step` on modules under FSDP2's `fully_shard`, against FSDP2's own loop."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,15 +25,41 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import interlace
 from interlace.config import PlanConfig
 from interlace.errors import InputError
 
-pytestmark = pytest.mark.gloo
 QUICK = PlanConfig(cluster="h100")
 VOCABULARY, WIDTH, BATCHES, STEPS = 33, 16, 3, 2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+ROUNDING = 1e-6
+"""Of gradients of RMS norms in float32, whose operators autograd has in another order."""
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+}  # fmt: skip
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=2)),
+    "bert": lambda: BertForMaskedLM(BertConfig(**_SIZES, **_NO_DROPOUT)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    ),
+}  # fmt: skip
+LAYERS = {"llama": "layers", "bert": "encoder.layer", "gpt2": "h"}
 
 
 class Block(nn.Module):
@@ -276,6 +302,36 @@ def goes_on(mesh: DeviceMesh, rank: int) -> dict[str, bool]:
     return found
 
 
+def of_transformers(mesh: DeviceMesh, rank: int) -> dict[str, float]:
+    """Largest differences of losses and of gradients, relative to the largest gradient, for
+    unmodified models."""
+
+    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens, labels=tokens).loss
+
+    def sharded(name: str) -> nn.Module:
+        torch.manual_seed(1)
+        model = MODELS[name]()
+        for part in (*model.base_model.get_submodule(LAYERS[name]), model):
+            fully_shard(part, mesh=mesh)
+        return model
+
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    draw, far = torch.Generator().manual_seed(rank), {}
+    batches = [(each,) for each in torch.randint(0, VOCABULARY, (BATCHES, 2, 9), generator=draw)]
+    for name in MODELS:
+        ours, theirs = sharded(name), sharded(name)
+        step = interlace.compile_step(ours, loss, batches[0], config=QUICK)
+        step(batches)
+        losses = [loss(theirs, *batch) for batch in batches]
+        for batch in batches:
+            (loss(theirs, *batch) / BATCHES).backward()
+        gradients = [[p.grad for p in m.parameters()] for m in (ours, theirs)]
+        scale = max(float(local(each).abs().max()) for each in gradients[1] if local(each).numel())
+        far[name] = max(apart(step.losses, losses), apart(*gradients) / scale)
+    return far
+
+
 def masks_differ(mesh: DeviceMesh) -> bool:
     """Whether ranks that see other data draw other masks from the same seed."""
     torch.manual_seed(0)
@@ -330,6 +386,7 @@ def two_ranks() -> dict[str, Any]:
             "far": {name: differences(case, mesh, rank) for name, case in TWO_RANKS.items()},
             "goes on": goes_on(mesh, rank),
             "masks": masks_differ(mesh),
+            "transformers": of_transformers(mesh, rank),
             "refused": refusals(mesh, rank),
         }
 
@@ -347,11 +404,14 @@ REFUSED = {
 
 
 def test_two_ranks() -> None:
-    for result in run_ranks("test_fully_shard:two_ranks", 2, timeout_s=120):
+    for result in run_ranks("test_fully_shard:two_ranks", 2, timeout_s=180):
         for name, far in result.value["far"].items():
             assert set(far.values()) == {0.0}, (name, far)
         assert all(result.value["goes on"].values()), result.value["goes on"]
         assert result.value["masks"]
+        far = result.value["transformers"]
+        assert far["gpt2"] == far["bert"] == 0
+        assert 0 < far["llama"] < ROUNDING
         assert result.value["refused"].keys() == REFUSED.keys()
         for name, part in REFUSED.items():
             assert part in result.value["refused"][name]

@@ -3,12 +3,13 @@
 Computes the step of every row of `presets/measured/training.csv` that the model describes, and says
 which it does not. Then two numbers for each source, a factor on the rates of its devices and the
 host's time per operator, are fitted to every third row and held against the others. Needs no GPU
-and no second process; takes seconds.
+and no second process; takes seconds. Single matmuls are held against measured ones as well.
 """
 
 from pathlib import Path
 
 from interlace.bench.results import ResultRow, environment, write_json
+from interlace.bench.simulator_matmuls import MatmulScore, matmul_scores
 from interlace.bench.simulator_rows import measured_rows
 from interlace.bench.simulator_scores import SourceScore, score_source
 from interlace.text import aligned
@@ -42,8 +43,13 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     for rows in sources:
         for reason, count in rows.left_out.items():
             print(f"  {rows.name}: {count} rows, {reason}")
+    matmuls = matmul_scores()
+    print("\nmatmuls, by the share of the peak that was fitted to them:")
+    for each in matmuls:
+        print(f"  {each.gpu}: {each.rows} shapes, error {each.error:.1%}, worst {each.worst:.0%}")
     if json_path is not None:
         result = [row for score in scores for row in result_rows(score)]
+        result += [matmul_row(each) for each in matmuls]
         write_json(json_path, "simulator", environment("no link: computed"), result)
         print(json_path)
     return 0
@@ -82,6 +88,14 @@ def result_rows(score: SourceScore) -> list[ResultRow]:
     if score.memory_error is not None:
         found.append(row("memory_error", score.memory_error, 0.0))
     return found
+
+
+def matmul_row(score: MatmulScore) -> ResultRow:
+    """The same of matmuls."""
+    case = f"matmuls, {score.gpu}"
+    return ResultRow(
+        case=case, metric="mean_error", ours=score.error, baseline=0.0, ratio=None, spread=None
+    )
 
 
 def _cells(score: SourceScore) -> tuple[str, ...]:

@@ -8,10 +8,11 @@ third row, and are held against the others.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import mean
+from statistics import correlation, mean
 
 from interlace.bench.simulator_rows import MeasuredStep, SourceRows
 from interlace.hardware.device_rates import DeviceRates
+from interlace.hardware.step_memory import peak_memory
 from interlace.hardware.step_model import estimate_step
 
 FEWEST_TO_FIT = 6
@@ -60,9 +61,8 @@ def score_source(rows: SourceRows) -> SourceScore | None:
         predicted = [seconds_of(step, speed, launch_s) for step in rest]
         after = mean_error(predicted, [step.seconds for step in rest])
         unfitted = mean_error([seconds_of(step) for step in rest], [s.seconds for s in rest])
-    memory = [(step.job, step.memory_gib) for step in steps if step.memory_gib is not None]
-    found = [estimate_step(s.cluster, s.job).memory for s in steps if s.memory_gib is not None]
-    gib = [each.total_bytes / 2**30 for each in found]
+    known = [(s.job, s.memory_gib) for s in steps if s.memory_gib is not None]
+    gib = [peak_memory(job).total_bytes / 2**30 for job, _ in known]
     return SourceScore(
         name=rows.name,
         rows=len(steps),
@@ -74,8 +74,8 @@ def score_source(rows: SourceRows) -> SourceScore | None:
         speed=speed,
         launch_us=None if launch_s is None else launch_s * 1e6,
         rank_correlation=spearman(plain, measured) if len(steps) >= FEWEST_TO_FIT else None,
-        memory_error=mean_error(gib, [m for _, m in memory]) if memory else None,
-        memory_rows=len(memory),
+        memory_error=mean_error(gib, [m for _, m in known]) if known else None,
+        memory_rows=len(known),
     )
 
 
@@ -113,12 +113,8 @@ def mean_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Correlation of ranks, ties sharing the mean of theirs; 0 if all of one are equal."""
-    ranks = [_ranks(values) for values in (first, second)]
-    centred = [[rank - mean(each) for rank in each] for each in ranks]
-    product = sum(a * b for a, b in zip(*centred, strict=True))
-    norm = (sum(a * a for a in centred[0]) * sum(b * b for b in centred[1])) ** 0.5
-    return product / norm if norm else 0.0
+    """Correlation of ranks, ties sharing the mean of theirs."""
+    return correlation(_ranks(first), _ranks(second))  # its method "ranked" is of Python 3.12
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -17,6 +17,7 @@ gradient_layouts.py   each gradient comes to its parameter's layout
 joint_backwards.py    gradients of inputs and of weights as two operators
 data_parallel.py      gathers of weights and reductions of gradients
 fsdp_exchange.py      the same for the groups of weights of `fully_shard`
+weight_parts.py       operators of both: parts become whole, gradients sums of parts
 dropout.py            masks that depend on numbers, not on what ran before
 capture_settings.py   how a forward is captured: sizes, logs, recurrent layers, garbage
 ragged.py             operators that would look at how many rows have arrived for experts

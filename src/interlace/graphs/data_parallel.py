@@ -19,6 +19,16 @@ from torch import fx
 from interlace.errors import InputError
 from interlace.graphs.op_graphs import is_free
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, output_node
+from interlace.graphs.weight_parts import (
+    gathered_rows,
+    in_dtype,
+    in_rows,
+    joined,
+    packed_rows,
+    scattered_sum,
+    side_by_side,
+    summed,
+)
 from interlace.graphs.writer import GraphWriter
 from interlace.parallel.data import Bucket, DataLayout, Weight
 
@@ -62,9 +72,10 @@ def gather_each(
                 f"shard_{bucket.index}", Binding("shard", str(bucket.index)), _shard(bucket)
             )
         shard = shards[bucket.index]
-        gathered = _all_gather(writer.at(before.get(chunk) or first), shard, bucket)
+        gathered = gathered_rows(writer.at(before.get(chunk) or first), shard, bucket.shard)
         for weight, own in users.items():
-            whole = _unpack(writer.at(firsts[number][weight]), gathered, bucket, weight)
+            rows = _rows(writer.at(firsts[number][weight]), gathered, bucket, weight)
+            whole = joined(writer, rows, weight.shape)
             for user in own:
                 user.replace_input_with(nodes[weight], whole)
         before[chunk] = first
@@ -135,7 +146,7 @@ def gather_once(forward: StrandGraph, layout: DataLayout) -> StrandGraph:
         shard = writer.placeholder(
             f"shard_{bucket.index}", Binding("shard", str(bucket.index)), _shard(bucket)
         )
-        gathered = _all_gather(writer, shard, bucket)
+        gathered = gathered_rows(writer, shard, bucket.shard)
         for weight in bucket.weights:
             part = _rows(writer, gathered, bucket, weight)
             for name, target in _placeholders(forward, "parameter", weight):
@@ -244,15 +255,6 @@ def _split_shape(weight: Weight) -> list[int]:
     return [*weight.part[: weight.dim], weight.ranks, *weight.part[weight.dim :]]
 
 
-def _all_gather(writer: GraphWriter, shard: fx.Node, bucket: Bucket) -> fx.Node:
-    """[ranks, elements of the shard]."""
-    size, group = bucket.shard.size, bucket.shard.group
-    call = torch.ops._c10d_functional.all_gather_into_tensor.default
-    pending = writer.call(call, shard, size, group)
-    gathered = writer.call(torch.ops._c10d_functional.wait_tensor.default, pending)
-    return writer.call(aten.view.default, gathered, [size, -1])
-
-
 def _rows(writer: GraphWriter, gathered: fx.Node, bucket: Bucket, weight: Weight) -> fx.Node:
     """A view of `gathered`: the weight with the ranks as an axis before the dimension they cut."""
     assert weight.dim is not None
@@ -260,18 +262,7 @@ def _rows(writer: GraphWriter, gathered: fx.Node, bucket: Bucket, weight: Weight
     earlier = bucket.weights[: bucket.weights.index(weight)]
     start = sum(other.elements for other in earlier) // ranks
     piece = writer.call(aten.slice.Tensor, gathered, 1, start, start + weight.elements // ranks)
-    parts = writer.call(aten.view.default, piece, [ranks, *weight.part])
-    if weight.dim == 0:
-        return parts
-    axes = [*range(1, weight.dim + 1), 0, *range(weight.dim + 1, len(weight.shape) + 1)]
-    return writer.call(aten.permute.default, parts, axes)
-
-
-def _unpack(writer: GraphWriter, gathered: fx.Node, bucket: Bucket, weight: Weight) -> fx.Node:
-    rows = _rows(writer, gathered, bucket, weight)
-    if not rows.meta["val"].is_contiguous():
-        rows = writer.call(aten.clone.default, rows, memory_format=torch.contiguous_format)
-    return writer.call(aten.view.default, rows, list(weight.shape))
+    return side_by_side(writer, piece, ranks, weight.dim, weight.part)
 
 
 def _reduce(
@@ -284,30 +275,13 @@ def _reduce(
             f"the loss does not depend on {unused[0]!r}, and its shard of gradients would be empty",
             hint="set parallel.data_shard to 1 and share the work by parallel.data_replicate",
         )
-    flat = [_flat(writer, weight, node) for weight, node in gradients.items()]
-    packed = flat[0] if len(flat) == 1 else writer.call(aten.cat.default, flat, 1)
-    if packed.meta["val"].dtype != layout.reduce_dtype:
-        packed = writer.call(aten._to_copy.default, packed, dtype=layout.reduce_dtype)
-    functional = torch.ops._c10d_functional
+    parts = [
+        in_rows(writer, node, weight.ranks, weight.dim or 0, weight.part)
+        for weight, node in gradients.items()
+    ]
+    packed = in_dtype(writer, packed_rows(writer, parts), layout.reduce_dtype)
     if bucket.sharded:
-        size, group = bucket.shard.size, bucket.shard.group
-        pending = writer.call(functional.reduce_scatter_tensor.default, packed, "sum", size, group)
-        packed = writer.call(functional.wait_tensor.default, pending)
+        packed = scattered_sum(writer, packed, bucket.shard)
     for axis in bucket.axes:
-        pending = writer.call(functional.all_reduce.default, packed, "sum", axis.group)
-        packed = writer.call(functional.wait_tensor.default, pending)
+        packed = summed(writer, packed, axis)
     return writer.call(aten.view.default, packed, [-1])
-
-
-def _flat(writer: GraphWriter, weight: Weight, node: fx.Node) -> fx.Node:
-    """[ranks, elements of a part], or [1, elements] of a weight that stays whole."""
-    if not node.meta["val"].is_contiguous():
-        node = writer.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-    if weight.dim is None:
-        return writer.call(aten.view.default, node, [1, -1])
-    if weight.dim > 0:
-        split = writer.call(aten.view.default, node, _split_shape(weight))
-        axes = [weight.dim, *(i for i in range(len(weight.shape) + 1) if i != weight.dim)]
-        moved = writer.call(aten.permute.default, split, axes)
-        node = writer.call(aten.clone.default, moved, memory_format=torch.contiguous_format)
-    return writer.call(aten.view.default, node, [weight.ranks, -1])

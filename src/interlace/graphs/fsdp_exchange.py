@@ -12,17 +12,25 @@ flat input of role `shard_gradient`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
 import torch
 from torch import fx
 
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, output_node
+from interlace.graphs.weight_parts import (
+    gathered_rows,
+    in_dtype,
+    in_rows,
+    joined,
+    packed_rows,
+    scattered_sum,
+    side_by_side,
+    summed,
+)
 from interlace.graphs.writer import GraphWriter
 from interlace.parallel.fsdp_groups import GroupWeight, WeightGroup, WeightGroups
 
 aten = torch.ops.aten
-_functional = torch.ops._c10d_functional
 
 
 def exchange(
@@ -109,19 +117,11 @@ def _gather(
         shape = (weight.part_elements,)
         shards.append(writer.placeholder(name, Binding(role, target), shape, dtype))
     writer.at(at)
-    ranks, rounded = group.shard.size, group.compute_dtype
-    if ranks == 1:
-        if rounded is not None:
-            shards = [writer.call(aten._to_copy.default, each, dtype=rounded) for each in shards]
+    if group.shard.size == 1:
+        shards = [in_dtype(writer, each, group.compute_dtype) for each in shards]
         return [writer.call(aten.view.default, each, [1, -1]) for each in shards]
     flat = shards[0] if len(shards) == 1 else writer.call(aten.cat.default, shards)
-    if rounded is not None:
-        flat = writer.call(aten._to_copy.default, flat, dtype=rounded)
-    pending = writer.call(
-        _functional.all_gather_into_tensor.default, flat, ranks, group.shard.group
-    )
-    whole = writer.call(_functional.wait_tensor.default, pending)
-    rows = writer.call(aten.view.default, whole, [ranks, -1])
+    rows = gathered_rows(writer, in_dtype(writer, flat, group.compute_dtype), group.shard)
     if len(weights) == 1:
         return [rows]
     parts, start = [], 0
@@ -135,14 +135,9 @@ def _gather(
 def _whole(writer: GraphWriter, group: WeightGroup, weight: GroupWeight, part: fx.Node) -> fx.Node:
     """The weight of the parts of all ranks, without what fills them up."""
     ranks, dim, shape = group.shard.size, weight.dim, list(weight.part)
-    rows = writer.call(aten.view.default, part, [ranks, *shape])
-    if dim:
-        axes = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
-        rows = writer.call(aten.permute.default, rows, axes)
-    if not rows.meta["val"].is_contiguous():
-        rows = writer.call(aten.clone.default, rows, memory_format=torch.contiguous_format)
+    parts = side_by_side(writer, part, ranks, dim, weight.part)
     shape[dim] *= ranks
-    whole = writer.call(aten.view.default, rows, shape)
+    whole = joined(writer, parts, shape)
     if shape[dim] == weight.shape[dim]:
         return whole
     return writer.call(aten.slice.Tensor, whole, dim, 0, weight.shape[dim])
@@ -193,34 +188,23 @@ def _reduce(
 ) -> fx.Node:
     """This rank's flat part of the sum over ranks."""
     ranks = group.shard.size
-    flat = [_flat(writer, ranks, weight, node) for weight, node in gradients.items()]
-    packed = flat[0] if len(flat) == 1 else writer.call(aten.cat.default, flat, 1)
-    if group.reduce_dtype is not None and packed.meta["val"].dtype != group.reduce_dtype:
-        packed = writer.call(aten._to_copy.default, packed, dtype=group.reduce_dtype)
+    parts = [
+        in_rows(writer, _filled_up(writer, ranks, weight, node), ranks, weight.dim, weight.part)
+        for weight, node in gradients.items()
+    ]
+    packed = in_dtype(writer, packed_rows(writer, parts), group.reduce_dtype)
     if ranks > 1:
-        scatter = _functional.reduce_scatter_tensor.default
-        pending = writer.call(scatter, packed, "sum", ranks, group.shard.group)
-        packed = writer.call(_functional.wait_tensor.default, pending)
+        packed = scattered_sum(writer, packed, group.shard)
     if group.replicate.size > 1:
-        pending = writer.call(_functional.all_reduce.default, packed, "sum", group.replicate.group)
-        packed = writer.call(_functional.wait_tensor.default, pending)
+        packed = summed(writer, packed, group.replicate)
     return writer.call(aten.view.default, packed, [-1])
 
 
-def _flat(writer: GraphWriter, ranks: int, weight: GroupWeight, node: fx.Node) -> fx.Node:
-    """[ranks, elements of a part] of a gradient, filled up with zeros."""
-    dim, shape = weight.dim, list(weight.shape)
-    missing = weight.part[dim] * ranks - shape[dim]
-    if missing:
-        padding = [0] * (2 * (len(shape) - dim))
-        padding[-1] = missing
-        node = writer.call(aten.constant_pad_nd.default, node, padding)
-    if not node.meta["val"].is_contiguous():
-        node = writer.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-    if dim:
-        split = [*shape[:dim], ranks, weight.part[dim], *shape[dim + 1 :]]
-        axes = [dim, *(i for i in range(len(split)) if i != dim)]
-        node = writer.call(aten.view.default, node, split)
-        node = writer.call(aten.permute.default, node, axes)
-        node = writer.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-    return writer.call(aten.view.default, node, [ranks, prod(weight.part)])
+def _filled_up(writer: GraphWriter, ranks: int, weight: GroupWeight, node: fx.Node) -> fx.Node:
+    """A gradient with as many zeros behind it as ranks have parts of equal size."""
+    missing = weight.part[weight.dim] * ranks - weight.shape[weight.dim]
+    if not missing:
+        return node
+    padding = [0] * (2 * (len(weight.shape) - weight.dim))
+    padding[-1] = missing
+    return writer.call(aten.constant_pad_nd.default, node, padding)

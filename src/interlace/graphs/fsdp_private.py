@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -53,12 +52,6 @@ class FullyShardedModule:
         self.layout = _layout(root, self._groups)
         self.fake = fake_tensor_mode()
         self._swaps = self._made_plain()
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The mesh with most axes on which a weight lies."""
-        parameters = [p.sharded_param for group in self._groups for p in group.fsdp_params]
-        return max((each.device_mesh for each in parameters), key=lambda mesh: mesh.ndim)
 
     def reshard(self) -> None:
         """Free whole weights that a forward without backward has left."""
@@ -118,11 +111,6 @@ class FullyShardedModule:
                     run_check=False, shape=spec.shape, stride=spec.stride,
                 )  # fmt: skip
             return nn.Parameter(whole, requires_grad=each.sharded_param.requires_grad)
-
-
-def fully_sharded(root: nn.Module) -> FullyShardedModule | None:
-    """`root` as FSDP2 has it; None if nothing in it is under `fully_shard`."""
-    return FullyShardedModule(root) if _fsdp_modules(root) else None
 
 
 def _begin(state: Any) -> None:

@@ -33,11 +33,7 @@ class GroupGradients(ParameterGradients):
         for group in layout.groups:
             if self._places[group]:
                 self.constants[group.sum_key] = _sums(group, self._places[group], dtype)
-        self._buffers = self._views()
-        self._layouts = {
-            each: each.placements for each in self._buffers if isinstance(each, DTensor)
-        }
-        self.refresh()
+        self._look_again()
 
     @property
     def names(self) -> frozenset[str]:
@@ -71,7 +67,15 @@ class GroupGradients(ParameterGradients):
         self.constants |= {
             (role, name): local(now[name]) for role, name in self.constants if role == "parameter"
         }
-        self._buffers = self._views()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Of the parameters and sums that there are now: gradients, how they lie, and parts."""
+        self._buffers = {
+            self._parameters[weight.name]: _view(self.constants, group, weight, start)
+            for group, places in self._places.items()
+            for weight, start in places
+        }
         self._layouts = {
             each: each.placements for each in self._buffers if isinstance(each, DTensor)
         }
@@ -80,13 +84,6 @@ class GroupGradients(ParameterGradients):
     def _is_in_sums(self, parameter: nn.Parameter) -> bool:
         grad, buffer = parameter.grad, self._buffers[parameter]
         return grad is not None and local(grad).data_ptr() == buffer.data_ptr()
-
-    def _views(self) -> dict[nn.Parameter, Tensor]:
-        return {
-            self._parameters[weight.name]: _view(self.constants, group, weight, start)
-            for group, places in self._places.items()
-            for weight, start in places
-        }
 
 
 def _sums(

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
-from interlace.graphs.fsdp_private import FullyShardedModule, fully_sharded
+from interlace.graphs.fsdp_private import FullyShardedModule
 from interlace.graphs.spread import ranks_of
 from interlace.parallel.expert import dealt_parameters
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS
@@ -56,9 +56,8 @@ def sharded_for_step(
             "of several ranks",
             hint="leave fully_shard out, or leave all experts on every rank",
         )
-    found = fully_sharded(chunk)
-    if found is not None:
-        _check_axes(found, ranks.mesh)
+    found = FullyShardedModule(chunk)
+    _check_axes(found, ranks.mesh)
     return found
 
 

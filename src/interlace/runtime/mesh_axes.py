@@ -29,12 +29,11 @@ def rank_groups(mesh: DeviceMesh | None) -> dict[str, list[tuple[int, ...]]]:
     """The groups of global ranks of each axis, those of other ranks among them."""
     if mesh is None:
         return {}
+    rows = [mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)) for axis in range(mesh.ndim)]
     names = axis_of_group(mesh).values()
     return {
-        name: [tuple(group) for group in mesh.mesh.movedim(axis, -1).flatten(0, -2).tolist()]
-        if mesh.ndim > 1
-        else [tuple(mesh.mesh.tolist())]
-        for axis, name in enumerate(names)
+        name: [tuple(ranks) for ranks in each.tolist()]
+        for name, each in zip(names, rows, strict=True)
     }
 
 

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from interlace.compiled import (
-    CachedTimes,
     Compilation,
-    ComputedTimes,
     Constants,
+    StartUpTimes,
     StepSettings,
     machine_of_plan,
 )
@@ -144,8 +143,8 @@ def _trace(
     config, data, weights = setup.config, setup.weights.data, setup.weights
     example = setup.move(next(setup.batches()))
     gathered = gathered_in_stage(config.parallel, weights.module, setup.meshes)
-    machine = machine_of_plan(config.plan, axis_groups(config.parallel))
-    decompose = decompose_of(config.overlap, setup.device, machine)
+    cluster = machine_of_plan(config.plan, axis_groups(config.parallel))
+    decompose = decompose_of(config.overlap, setup.device, cluster)
     split_at = config.pipeline.split_at
     trace = cache(partial(_strands, setup, example))
     if config.pipeline.stages and isinstance(schedule, StageSchedule) and not split_at:
@@ -177,15 +176,15 @@ def _trace(
         overlap=config.overlap,
         limits=memory_limits(config, weights.module, data, held),
     )
-    measured = CachedTimes(
+    times = StartUpTimes(
         example=example,
         constants=constants,
         plan=config.plan,
         link=config.link,
         say=lambda text: print(text, file=sys.stderr, flush=True),
         group=setup.same_graphs,
+        cluster=cluster,
     )
-    times = ComputedTimes(machine=machine) if machine else measured
     return Compilation(candidates, settings, times), constants
 
 
