@@ -83,3 +83,13 @@ def test_the_groups_of_each_axis() -> None:
         assert rank_groups(None) == {}
     finally:
         dist.destroy_process_group()
+
+
+def test_axes_of_one_rank_have_groups_of_their_own() -> None:
+    """torch gives such axes one process group, so a group is no name for an axis."""
+    init_fake_world(1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "tp"))
+        assert rank_groups(mesh) == {"dp_replicate": [(0,)], "tp": [(0,)]}
+    finally:
+        dist.destroy_process_group()

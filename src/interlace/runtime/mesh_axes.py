@@ -21,19 +21,22 @@ def axis_of_group(mesh: DeviceMesh | None) -> dict[str, str]:
     """Axis name by process-group name; axes without names are `axis0`, `axis1`, ..."""
     if mesh is None:
         return {}
-    names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
-    return {mesh.get_group(index).group_name: name for index, name in enumerate(names)}
+    return {mesh.get_group(index).group_name: name for index, name in enumerate(_names(mesh))}
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
 
 
 def rank_groups(mesh: DeviceMesh | None) -> dict[str, list[tuple[int, ...]]]:
-    """The groups of global ranks of each axis, those of other ranks among them."""
+    """The groups of global ranks of each axis, those of other ranks among them. Axes of one rank
+    may share a process group, so they are told apart by their names."""
     if mesh is None:
         return {}
     rows = [mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)) for axis in range(mesh.ndim)]
-    names = axis_of_group(mesh).values()
     return {
         name: [tuple(ranks) for ranks in each.tolist()]
-        for name, each in zip(names, rows, strict=True)
+        for name, each in zip(_names(mesh), rows, strict=True)
     }
 
 
