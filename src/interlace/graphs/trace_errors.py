@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from interlace.errors import InputError
 from interlace.graphs.collectives import TABLE, is_collective, is_wait, row_of, unknown
-from interlace.graphs.torch_private import InputOf
+from interlace.graphs.joint import InputOf
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 """Finds the lines of a Python trace that say where."""
