@@ -136,4 +136,5 @@ def test_trains_as_eager_pytorch_does_or_is_refused(
         if not case.refused:
             assert outcome == RIGHT
         else:
-            assert re.search(f"(?s)^refused: InputError.*{case.refused}.*hint: ", outcome), outcome
+            assert re.search(f"(?s)^refused: InputError.*{case.refused}", outcome), outcome
+            assert "hint: " in outcome

@@ -22,12 +22,25 @@ _LIBRARY = Path(torch.__file__).parent
 """Where torch lies: lines in it are not the user's."""
 _SIDE_EFFECTS = "certain side effects happened in the model.forward"
 """What torch's message says when forward changed something outside."""
-_HARMLESS = "_active_collector"
-"""A variable that `transformers` sets and puts back in every forward."""
+_HARMLESS = ("._active_collector", ".config")
+"""Ends of sources that forwards of `transformers` write to: a variable that is put back, and the
+configuration, where classifiers note the kind of labels that they see, each time the same."""
 
 _HINTS = (
     (
-        ("Data-dependent", "_local_scalar_dense", "DynamicOutputShape", "DataDependent", "nonzero"),
+        ("multi_head_attention_forward",),
+        "layers of nn.Transformer look at the values of a mask unless they are told: give "
+        "tgt_is_causal=True or src_is_causal=True (is_causal=True to a single layer), or False",
+    ),
+    (
+        (
+            "Data-dependent",
+            "data-dependent",
+            "_local_scalar_dense",
+            "DynamicOutputShape",
+            "DataDependent",
+            "nonzero",
+        ),
         "make it independent of values in tensors (torch.where, torch.clamp, fixed shapes)",
     ),
     (
@@ -37,7 +50,7 @@ _HINTS = (
     ),
     (("builtin", "logging"), "move printing, and looking up loggers, out of forward"),
 )
-"""What to do, by words of torch's message."""
+"""What to do, by words of torch's message, or names of functions in which it failed."""
 _OTHER_HINT = "write it with plain torch operators, or train with eager PyTorch"
 """What to do where none of these words is in it."""
 _NO_SCHEMA = types.SimpleNamespace(arguments=())
@@ -74,10 +87,10 @@ def explained(module: nn.Module) -> Iterator[None]:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-        elif _HARMLESS not in text:
+        elif changed := _changed(text):
             raise cannot_trace(
                 module,
-                f"forward changes Python state: {', '.join(_changed(text)) or text}",
+                f"forward changes Python state: {', '.join(changed)}",
                 (),
                 "a traced forward runs once, not every step: keep state out of forward",
             )
@@ -192,11 +205,16 @@ def _first_line(error: BaseException) -> str:
 
 
 def _hint(error: BaseException) -> str:
-    text = f"{type(error).__name__} {error}"
+    functions = " ".join(line.function for line in _lines(error))
+    text = f"{type(error).__name__} {error} {functions}"
     return next((hint for words, hint in _HINTS if any(w in text for w in words)), _OTHER_HINT)
 
 
 def _changed(text: str) -> list[str]:
-    """Sources that dynamo names, as paths of modules: `_modules['a']._modules['b']` is a.b."""
+    """Sources that dynamo names, as paths of modules: `_modules['a']._modules['b']` is a.b. Without
+    those that are put back; the text itself if it names none."""
     sources = re.findall(r'"([^"]+)"', text)
+    if not sources:
+        return [text]
+    sources = [source for source in sources if not source.endswith(_HARMLESS)]
     return [".".join(re.findall(r"_modules\['([^']+)'\]", source)) or source for source in sources]
