@@ -32,6 +32,8 @@ sim/          what a plan would do, as a timeline
 schedules/    which passes of which micro-batches a rank runs side by side, one file each
 rules.py      values of a RunConfig that can never work together
 model_rules.py  the same for the model
+machine_rules.py  the same for links and clusters
+value_rules.py  fields that are bounded, whatever the others say
 run_files.py  names of the files in the folder of a run, and readers of them
 claims.py     who may write into a directory: one run at a time
 hardware/     descriptions of machines and clusters, and times that follow from them

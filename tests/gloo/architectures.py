@@ -270,25 +270,32 @@ def published_plan(module: nn.Module, mesh: DeviceMesh) -> None:
     module.tie_weights()
 
 
-def planned(kind: str, **changes: Any) -> Case:
+BY_PLAN = " by its plan"
+"""Ends the names of such cases."""
+
+
+def planned(name: str, kind: str, **changes: Any) -> Case:
     """A model with two key/value heads, which two ranks share, by the plan that it publishes."""
     return Case(
-        f"{kind} by its plan", model(kind, num_key_value_heads=2, **changes), TEXT, causal,
+        f"{name}{BY_PLAN}", model(kind, num_key_value_heads=2, **changes), TEXT, causal,
         lay_out=published_plan,
     )  # fmt: skip
 
 
 PLANNED = [
-    planned("Llama"),
-    planned("Mistral"),
-    planned("Qwen2"),
-    replace(planned("Qwen3", head_dim=8), refused="changes Python state: .*q_norm"),
-    planned("Gemma", head_dim=8),
-    planned("Gemma2", head_dim=8),
-    planned("Phi3"),
-    planned("Olmo2"),
-    planned("Granite"),
-    planned("Cohere"),
-    planned("SmolLM3"),
+    planned("Llama", "Llama"),
+    planned("Mistral", "Mistral"),
+    planned("Qwen2", "Qwen2"),
+    replace(planned("Qwen3", "Qwen3", head_dim=8), refused="changes Python state: .*q_norm"),
+    planned("Gemma", "Gemma", head_dim=8),
+    planned("Gemma 2", "Gemma2", head_dim=8),
+    planned("Phi-3", "Phi3"),
+    planned("OLMo 2", "Olmo2"),
+    planned("Granite", "Granite"),
+    planned("Cohere", "Cohere"),
+    planned("SmolLM 3", "SmolLM3"),
 ]
 """Two ranks share a layer by the tensor-parallel plan and the code of transformers."""
+_RIGHT_BY_PLAN = {case.name.removesuffix(BY_PLAN) for case in PLANNED if not case.refused}
+ON_TWO_RANKS = [case for case in CASES if case.name not in _RIGHT_BY_PLAN] + PLANNED
+"""Two ranks train an architecture by its plan, or else have replicas that share micro-batches."""
