@@ -2,8 +2,8 @@
 
 Every row of the table in `architectures.py` takes four optimizer steps on one rank, and on two: by
 transformers' own tensor parallelism where the model publishes a plan, else on replicas that share
-its micro-batches. Losses, whole gradients and weights must be those of an eager twin, or the module is
-refused before the first step, with the reason and the line.
+its micro-batches. Losses, whole gradients and weights must be those of an eager twin, or the module
+is refused before the first step, with the reason and the line.
 """
 
 import os
