@@ -9,6 +9,7 @@ cli/          commands: parse, call one function, print
 bench/        measured claims, one file each
 pipelining/   the interface of torch.distributed.pipelining, both ways
 hf_trainer.py  the Trainer of transformers with interleaved micro-batches
+shaped_steps.py  a step for each shape of batches, compiled when it first comes
 api.py        `compile_step`: an interlaced step of a user's own module
 train/        a training run: session, loop, runners, comparison, metrics
 checkpoint/   checkpoint folders on disk: written whole, checked, read on any mesh
@@ -61,9 +62,11 @@ if TYPE_CHECKING:
         stage_parameters,
     )
     from interlace.reshard import ReshardPlan, reshard
+    from interlace.shaped_steps import ShapedSteps
 
 __all__ = [
     "ReshardPlan",
+    "ShapedSteps",
     "Step",
     "__version__",
     "clip_grad_norm_",
@@ -83,6 +86,8 @@ def __getattr__(name: str) -> Any:
         from interlace import api  # noqa: PLC0415 - imports torch
 
         return getattr(api, name)
+    if name == "ShapedSteps":
+        return importlib.import_module("interlace.shaped_steps").ShapedSteps
     if name in ("ReshardPlan", "reshard"):
         package = importlib.import_module("interlace.reshard")
         return package if name == "reshard" else package.ReshardPlan
