@@ -174,12 +174,12 @@ def classes(module: nn.Module, seen: Tensor, wanted: Tensor) -> Tensor:
 
 
 class Recurrent(nn.Module):
-    """A language model of two recurrent layers, in both directions."""
+    """A classifier of texts with a recurrent layer in both directions."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
         self.table = nn.Embedding(24, 8)
-        self.body = kind(8, 8, num_layers=2, batch_first=True, bidirectional=True)
+        self.body = kind(8, 8, batch_first=True, bidirectional=True)
         self.head = nn.Linear(16, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from interlace.graphs.torch_private import Joint, Reads, capture, input_of
 from interlace.graphs.trace_errors import (
     explained,
     refuse_collectives,
+    refuse_flex_attention,
     refuse_sparse,
     refuse_writes,
 )
@@ -143,6 +144,7 @@ def trace_joint(
         joint = capture(module, example_inputs, watch=watch)
     refuse_writes(module, joint.writes)
     refuse_sparse(module, joint.graph)
+    refuse_flex_attention(module, joint.graph)
     refuse_collectives(module, joint.graph)
     refuse_sizes(module, joint.graph)
     return joint

@@ -26,7 +26,15 @@ _HARMLESS = ("._active_collector", ".config")
 """Ends of sources that forwards of `transformers` write to: a variable that is put back, and the
 configuration, where classifiers note the kind of labels that they see, each time the same."""
 
+_NO_FLEX = (
+    "FlexAttention is not traced: it would take operators of a graph that hold the function of its "
+    "mask, forward and backward, and times for them. Take "
+    "torch.nn.functional.scaled_dot_product_attention with is_causal=True or a boolean attn_mask; "
+    "models of transformers do by attn_implementation='sdpa'"
+)
+"""What to do in place of `flex_attention`, which PyTorch trains on GPUs only."""
 _HINTS = (
+    (("flex_attention",), _NO_FLEX),
     (
         ("multi_head_attention_forward",),
         "layers of nn.Transformer look at the values of a mask unless they are told: give "
@@ -123,6 +131,13 @@ def refuse_sparse(module: nn.Module, graph: fx.Graph) -> None:
                     lines_of(node),
                     "set sparse=False, and take an optimizer for dense gradients",
                 )
+
+
+def refuse_flex_attention(module: nn.Module, graph: fx.Graph) -> None:
+    """Raise InputError for an operator of FlexAttention, whose mask is a graph within the graph."""
+    for node in graph.nodes:
+        if str(node.target).startswith("flex_attention"):
+            raise cannot_trace(module, "it calls flex_attention", lines_of(node), _NO_FLEX)
 
 
 def refuse_collectives(module: nn.Module, graph: fx.Graph) -> None:

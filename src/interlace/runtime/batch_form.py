@@ -79,6 +79,13 @@ def _form_of(value: Any, where: str, found: list[Tensor]) -> Any:
     if isinstance(value, _CONSTANTS):
         return value
     items = _items(value)
+    if type(value).__name__ == "BlockMask":
+        raise InputError(
+            f"{where} is a BlockMask of FlexAttention, which holds its mask as a function",
+            hint="give a boolean tensor, for attn_mask of "
+            "torch.nn.functional.scaled_dot_product_attention. FlexAttention is not traced: it "
+            "would take operators of a graph that hold that function, forward and backward",
+        )
     if items is None:
         raise InputError(
             f"{where} is {type(value).__name__}, which is no tensor, number, text or None, and no "
