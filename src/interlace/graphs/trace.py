@@ -29,6 +29,7 @@ from interlace.graphs.torch_private import (
 from interlace.graphs.trace_errors import (
     explained,
     refuse_collectives,
+    refuse_flex_attention,
     refuse_sparse,
     refuse_writes,
 )
@@ -155,6 +156,7 @@ def trace_joint(module: nn.Module, forward: Forward, example_inputs: tuple[Tenso
         joint = capture_joint(forward, example_inputs)
     refuse_writes(module, joint.writes)
     refuse_sparse(module, joint.graph)
+    refuse_flex_attention(module, joint.graph)
     refuse_collectives(module, joint.graph)
     refuse_sizes(module, joint.graph)
     return joint

@@ -14,6 +14,7 @@ fully_sharded.py  PyTorch's `fully_shard` on the same module, to compare
 stages.py         what a run in a pipeline says and records
 loop.py           the loop, and what it writes
 compare.py        the same first steps under each runner
+gradient_check.py  one step against eager PyTorch, before training
 fallback.py       whether the plan wins on the real machine
 expert_load.py    how evenly tokens are dealt to experts
 proof.py          whether the plan hid what it said it would
