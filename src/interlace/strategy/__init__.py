@@ -1,0 +1,12 @@
+"""How a job is split over the ranks of a cluster: simulated from shapes, and searched. Torch-free.
+
+job_layout.py       a run file as a layout and a job; what is refused
+job_links.py        collectives of a layout on a cluster: lanes, times, contention
+layer_operators.py  operators of layers as graphs with times
+pass_times.py       times of passes, alone and side by side, by simulation
+chunk_cuts.py       where chunks of a model begin
+rank_memory.py      peak memory of a rank by what holds it
+step_ends.py        what a rank does once a step: gathers, reductions, the optimizer
+simulated_job.py    a step of all ranks that differ
+expected_error.py   how far off that may be
+"""
