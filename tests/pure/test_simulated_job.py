@@ -153,12 +153,12 @@ def test_what_a_rank_holds_all_the_time():
 def test_chunks_begin_where_the_head_is_made_up_for():
     assert even_cuts(8, 4, 0.0) == (0, 2, 4, 6)
     assert even_cuts(8, 2, 2.0) == (0, 5)
-    assert split_names(even_cuts(8, 2, 2.0)) == ("blocks.5",)
-    assert given_cuts(("blocks.1", "blocks.7"), 8, 3) == (0, 1, 7)
+    assert split_names(even_cuts(8, 2, 2.0)) == ("model.blocks.5",)
+    assert given_cuts(("model.blocks.1", "model.blocks.7"), 8, 3) == (0, 1, 7)
     with pytest.raises(InputError, match="do not fill"):
         even_cuts(3, 4, 0.0)
     with pytest.raises(InputError, match="in order"):
-        given_cuts(("blocks.7", "blocks.1"), 8, 3)
+        given_cuts(("model.blocks.7", "model.blocks.1"), 8, 3)
 
 
 def test_a_layout_goes_to_a_run_and_back():

@@ -52,7 +52,7 @@ def simulate(
 
     if picture is not None and picture.suffix != ".png":
         raise InputError(f"--picture {picture} is not a .png file", hint="end its name in .png")
-    config = _with_shape(config)
+    config = with_shape(config)
     on, devices = load_sized_cluster(cluster)
     found = simulate_job(config, on, layout_of(config, devices))
     print(simulation_summary(found))
@@ -70,7 +70,7 @@ def simulate(
     return 0
 
 
-def _with_shape(config: RunConfig) -> RunConfig:
+def with_shape(config: RunConfig) -> RunConfig:
     """With the shape of the model that `model.config` names, which is read with torch."""
     if not config.model.config or config.model.source != "interlace":
         return config

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from interlace.errors import InputError
 from interlace.strategy.pass_times import ChunkShape
 
-_LAYER = re.compile(r"blocks\.(\d+)")
+_LAYER = re.compile(r"model\.blocks\.(\d+)")
+"""A layer of the module that `interlace train` traces, which is a model with its loss."""
 
 
 def even_cuts(layers: int, chunks: int, head_layers: float) -> tuple[int, ...]:
@@ -48,7 +49,7 @@ def given_cuts(split_at: Sequence[str], layers: int, chunks: int) -> tuple[int, 
             raise InputError(
                 f"pipeline.split_at has {name!r}, and the simulation cuts in front of layers 1 to "
                 f"{layers - 1}, in order",
-                hint="write blocks.4, or leave pipeline.split_at out",
+                hint="write model.blocks.4, or leave pipeline.split_at out",
             )
         found.append(int(match[1]))
     return tuple(found)
@@ -56,7 +57,7 @@ def given_cuts(split_at: Sequence[str], layers: int, chunks: int) -> tuple[int, 
 
 def split_names(cuts: Sequence[int]) -> tuple[str, ...]:
     """The same as a run file has it."""
-    return tuple(f"blocks.{layer}" for layer in cuts[1:])
+    return tuple(f"model.blocks.{layer}" for layer in cuts[1:])
 
 
 def chunk_shapes(cuts: Sequence[int], layers: int) -> Mapping[int, ChunkShape]:

@@ -2,8 +2,8 @@
 
 A pass through a few layers is simulated operator by operator (`sim.lanes`), with contention; two
 passes side by side run in the order that the planner finds for them (`search.planner`), as training
-would. Layers are alike, so a pass through more of them is that through `FEW` and, for each further
-one, the growth from `FEW` to `MORE`.
+would, with the head, if there is one, behind both. Layers are alike, so a pass through more of them
+is that through `MORE` and, for each further one, the growth from `FEW` to `MORE`.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from interlace.search.problem import Problem
 from interlace.sim.lanes import simulate
 from interlace.strategy.layer_operators import LayerOperators, TimedGraph
 
-FEW, MORE = 2, 4
+FEW, MORE = 1, 3
 """Layers that are simulated: a choice. The first and the last of them have no neighbour."""
 
 
@@ -88,18 +88,23 @@ class PassTimes:
             (e.strand.direction, e.strand.share, shapes[e.strand.chunk or 0]) for e in slots
         )
         layers = min(MORE, *(shape.layers for _, _, shape in passes))
-        return self._simulated(tuple((d, s, ChunkShape(layers, c.head)) for d, s, c in passes))
+        alone = len(passes) == 1
+        return self._simulated(
+            tuple((d, s, ChunkShape(layers, c.head and alone)) for d, s, c in passes)
+        )
 
     def _time(self, passes: tuple[_Pass, ...]) -> PassCost:
         if len(passes) != 2 or not self.side_by_side or _same_way(passes):
             alone = [self._alone(each) for each in passes]
             return sum(alone[1:], alone[0])
         least = min(shape.layers for _, _, shape in passes)
-        found = self._grown(passes, least)
-        for direction, share, shape in passes:
-            if shape.layers > least:  # those that have no layer beside them
-                rest = self._alone((direction, share, ChunkShape(shape.layers, False)))
-                less = self._alone((direction, share, ChunkShape(least, False)))
+        found = self._grown(
+            tuple((way, share, ChunkShape(least, False)) for way, share, _ in passes), least
+        )
+        for way, share, shape in passes:
+            if shape != ChunkShape(least, False):  # a head, and layers with none beside them
+                rest = self._alone((way, share, shape))
+                less = self._alone((way, share, ChunkShape(least, False)))
                 found = found.plus(rest, 1.0).plus(less, -1.0)
         return found
 

@@ -7,6 +7,7 @@ order of the schedule and its messages by `sim.pipeline_step`, with times of pas
 the optimizer, which begins everywhere when the norm of all gradients is known.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -140,9 +141,10 @@ def simulate_job(
     parts = parts or parts_of(config, cluster, layout)
     job, links, times = parts.job, parts.links, parts.times
     actions = schedule_actions(layout.schedule, layout.pipeline, layout.micro_batches)
+    counts, first = _phases(actions)
     cuts = cuts_of(config, layout, job, 1 + max(chunks_of(actions)))
     shapes = chunk_shapes(cuts, job.layers)
-    costs = {a.phase: times.of(a.slots, shapes) for own in actions for a in own}
+    costs = {name: times.of(a.slots, shapes) for name, a in first.items()}
     step = simulate_pipeline(actions, _pipeline_costs(parts, layout, shapes, costs))
     memory = _memory(job, layout, actions, shapes, step)
     ends = [
@@ -151,9 +153,8 @@ def simulate_job(
         )
         for r in range(layout.pipeline)
     ]
-    exposed, busy = _communication(actions, costs, ends)
+    exposed, busy = _communication(counts, costs, ends)
     whole = with_ends(step, ends)
-    first = {a.phase: a for own in actions for a in own}
     return SimulatedJob(
         config=config,
         cluster=cluster,
@@ -240,16 +241,29 @@ def _memory(
     return tuple(found)
 
 
+def _phases(actions: Actions) -> tuple[list[Counter[str]], dict[str, Action]]:
+    """How often each rank runs each phase, and an action of each."""
+    counts: list[Counter[str]] = []
+    first: dict[str, Action] = {}
+    for own in actions:
+        counts.append(Counter())
+        for action in own:
+            phase = action.phase
+            counts[-1][phase] += 1
+            first.setdefault(phase, action)
+    return counts, first
+
+
 def _communication(
-    actions: Actions, costs: Mapping[str, PassCost], ends: Sequence[StepEnds]
+    counts: Sequence[Counter[str]], costs: Mapping[str, PassCost], ends: Sequence[StepEnds]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(exposed, busy) seconds by lane, the mean of all stages."""
     total = NOTHING
-    for own, end in zip(actions, ends, strict=True):
-        for phase in sorted({a.phase for a in own}):
-            total = total.plus(costs[phase], sum(a.phase == phase for a in own))
+    for own, end in zip(counts, ends, strict=True):
+        for phase in sorted(own):
+            total = total.plus(costs[phase], own[phase])
         total += end.as_time
-    ranks = len(actions)
+    ranks = len(counts)
     return (
         {lane: ns / ranks / 1e9 for lane, ns in total.exposed.items()},
         {lane: ns / ranks / 1e9 for lane, ns in total.communication.items()},

@@ -114,15 +114,7 @@ def with_ends(step: PipelineStep, ends: Sequence[StepEnds]) -> PipelineStep:
 
 
 def _extended(timeline: Timeline, end: StepEnds, before: int, update_ns: int) -> Timeline:
-    spans = [
-        replace(
-            span,
-            start_ns=span.start_ns + before,
-            end_ns=span.end_ns + before,
-            issue_ns=span.issue_ns + before if span.issue_ns else 0,
-        )
-        for span in timeline.spans
-    ]
+    spans = [_later(span, before) for span in timeline.spans] if before else [*timeline.spans]
     at = before + max((s.end_ns for s in timeline.spans if s.lane == COMPUTE_LANE), default=0)
 
     def add(name: str, kind: str, lane: str, start: int, ns: int) -> int:
@@ -144,3 +136,9 @@ def _extended(timeline: Timeline, end: StepEnds, before: int, update_ns: int) ->
         add("gather weights", Kind.ALL_GATHER, SHARD, done, round(1e9 * end.gather_s))
         add("gather weights", WAIT, COMPUTE_LANE, done, round(1e9 * end.gather_s))
     return Timeline(timeline.label, timeline.rank, tuple(spans))
+
+
+def _later(span: Span, ns: int) -> Span:
+    """The same, so much later."""
+    issue_ns = span.issue_ns + ns if span.issue_ns else 0
+    return replace(span, start_ns=span.start_ns + ns, end_ns=span.end_ns + ns, issue_ns=issue_ns)
