@@ -88,7 +88,7 @@ class SimulatedJob:
     @property
     def bubble(self) -> float:
         """Share of all ranks' time in which they wait for another stage."""
-        return self.step.bubble_fraction - self.ends_s / self.seconds
+        return max(0.0, self.step.bubble_fraction - self.ends_s / self.seconds)
 
     @property
     def peak(self) -> MemoryParts:
