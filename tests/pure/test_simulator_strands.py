@@ -11,6 +11,7 @@ from interlace.bench.simulator_strands import (
     strand_scores,
     within,
 )
+from interlace.strategy.expected_error import FACTOR_POINTS
 
 
 def test_rows_are_the_papers() -> None:
@@ -34,6 +35,13 @@ def test_simulated_factors_are_possible() -> None:
         assert 1 < score.factor < 1 / (1 - one)
         assert 0.2 < score.tflops / (149.7 if score.row.cluster == "a40" else 312) < 0.8
     assert ("cp" in scores[1].lanes) > ("cp" in scores[0].lanes)
+
+
+def test_the_error_is_the_one_that_is_told() -> None:
+    """In `interlace plan` and `simulate`, and in the documentation; 7 of 14 are within 6 points."""
+    scores = strand_scores()
+    assert factor_error(scores) == pytest.approx(FACTOR_POINTS, abs=0.05)
+    assert (within(scores), len(scores)) == (7, 14)
 
 
 def test_scores_are_means_of_points() -> None:
