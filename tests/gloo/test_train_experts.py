@@ -153,10 +153,10 @@ def test_what_does_not_go_together_is_refused_with_its_numbers(runs: Runs) -> No
             {
                 "strands": "2",
                 "parallel__pipeline": 2,
-                "parallel__data_shard": 2,
                 "parallel__expert": 2,
+                "pipeline__stages": ["data_shard=2", "data_shard=2"],
             },
-            "stage",
+            "experts are dealt to ranks where all stages are laid out alike",
         ),
         (
             {

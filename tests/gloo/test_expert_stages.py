@@ -1,0 +1,140 @@
+"""Experts that are dealt to the ranks of the stages of a pipeline, in float64: losses and gradients
+of every parameter against one process, as `interlace train` opens and runs the steps."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from mixture_models import furthest, gradients_of
+from processes import gloo_group, run_ranks
+from torch import Tensor
+from training import Workplace
+
+from interlace.cli.run_file import load_run_config
+from interlace.config import RunConfig
+from interlace.models import model_file
+from interlace.train import opening
+from interlace.train.built_model import NextTokenLoss, build_module
+from interlace.train.opening import open_session
+from interlace.train.same_run import check_built
+from interlace.train.session import Session
+
+pytestmark = pytest.mark.gloo
+BOUND = 1e-10
+"""Largest difference of a float64 gradient, relative to the largest element of its parameter."""
+SETTINGS: dict[str, Any] = {
+    "strands": "2",
+    "model.architecture": "moe",
+    "model.width": 32,
+    "model.kv_heads": 2,
+    "model.ffn_width": 24,
+    "model.experts.count": 4,
+    "model.experts.chosen": 2,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 2,
+    "parallel.expert": 2,
+    "train.micro_batches": 4,
+    "train.micro_batch_size": 1,
+    "data.sequence_length": 16,
+    "plan.cluster": "laptop",  # nothing is measured
+}
+BALANCED = {
+    "model.experts.shared_width": 8,
+    "model.experts.balance": "auxiliary_loss",
+    "model.experts.auxiliary_weight": 0.1,
+}
+Layout = dict[str, Any]
+REPLICAS: Layout = {"parallel.data_replicate": 2}
+CASES: dict[int, list[tuple[str, Layout]]] = {
+    4: [
+        ("one_f_one_b", REPLICAS),
+        ("folded", REPLICAS),
+        ("zb_v", REPLICAS),
+        ("zb_h1", {"parallel.data_shard": 2, "train.recompute": "layer", **BALANCED}),
+        ("one_f_one_b", {"parallel.context": 2, "parallel.data_shard": 1}),
+    ],
+    8: [("one_f_one_b", {"parallel.data_shard": 4})],
+}
+"""With 8 ranks each expert is on two ranks of a stage, cut between them."""
+
+
+def _doubled(*args: Any) -> torch.nn.Module:
+    return build_module(*args).double()
+
+
+def _reference(session: Session) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+    """Losses by data rank, and gradients of their mean: all experts on all tokens in this process,
+    by plain autograd."""
+    config, ranks = session.config, session.meshes.data_ranks
+    torch.manual_seed(config.train.seed)
+    build = model_file("moe").build
+    model = build(config.model, session.dataset.vocab_size, config.data.sequence_length)
+    module = NextTokenLoss(model, config.model.experts.auxiliary_weight).double()
+    count, losses = config.train.micro_batches, []
+    for rank in range(ranks):
+        batches = session.dataset.batches(1, 0, shard=rank, num_shards=ranks)
+        own = [module(*next(batches))[0] for _ in range(count)]
+        (sum(own) / (count * ranks)).backward()
+        losses.append([loss.detach() for loss in own])
+    return losses, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _case(config: RunConfig) -> dict[str, Any]:
+    with patch.object(opening, "build_module", _doubled):
+        session = open_session(config)
+    check_built(session)
+    batches = session.batches()
+    mine = [session.move(next(batches)) for _ in range(config.train.micro_batches)]
+    session.runner(mine)
+    found, losses = gradients_of(session.weights), torch.stack(session.runner.losses)
+    wanted_losses, wanted = _reference(session)
+    off = losses - torch.stack(wanted_losses[session.meshes.data_rank])
+    return {
+        # Ranks that share sequences see a part of each, and have a loss of their own.
+        "loss": 0.0 if config.parallel.context > 1 else float(off.abs().max()),
+        "gradients": furthest(found, {name: wanted[name] for name in found}),
+        "bits": {name: hash_of(each) for name, each in found.items()},
+        "all": sorted(wanted),
+    }
+
+
+def hash_of(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def child_cases(folder: str, ranks: int) -> list[dict[str, Any]]:
+    os.chdir(folder)
+    found = []
+    with gloo_group():
+        for schedule, layout in CASES[ranks]:
+            settings = SETTINGS | layout | {"pipeline.schedule": schedule}
+            given = {key: str(value) for key, value in settings.items()}
+            found.append(_case(load_run_config("run.toml", given)))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("ranks", list(CASES))
+def test_gradients_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:
+    """1F1B, folded stages whose passes are two strands, and zero bubbles, all with the same bits;
+    and ZeRO-3, an auxiliary loss beside layers computed again, and shared sequences."""
+    work = Workplace(tmp_path)
+    results = run_ranks(
+        "test_expert_stages:child_cases", ranks, args=[str(work.folder), ranks], timeout_s=200,
+        env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )  # fmt: skip
+    bits: dict[tuple[str, str], set[str]] = {}
+    for number, (schedule, layout) in enumerate(CASES[ranks]):
+        found = [result.value[number] for result in results]
+        for each in found:
+            assert each["loss"] < BOUND, (schedule, layout, each)
+            assert each["gradients"] < BOUND, (schedule, layout, each)
+            for name, digest in each["bits"].items():
+                bits.setdefault((str(layout), name), set()).add(digest)
+        assert {name for each in found for name in each["bits"]} == set(found[0]["all"])
+    assert all(len(digests) == 1 for digests in bits.values()), bits
