@@ -269,7 +269,8 @@ def child_compiled(replicas: int) -> dict[str, Any]:
         module = MixtureLoss(LAYERS, WIDTH, INNER)
         apply_expert_parallel(module, mesh["ep"])
         mine = batches(dist.get_rank())
-        step = compile_step(module, _call, mine[0], mesh=mesh)
+        config = PlanConfig(cluster="laptop" if replicas > 1 else "")
+        step = compile_step(module, _call, mine[0], mesh=mesh, config=config)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         worst = step.compare(mine, repeats=1).worst
         norms = []

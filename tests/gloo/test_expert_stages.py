@@ -67,21 +67,28 @@ def _doubled(*args: Any) -> torch.nn.Module:
     return build_module(*args).double()
 
 
-def _reference(session: Session) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """Losses by data rank, and gradients of their mean: all experts on all tokens in this process,
-    by plain autograd."""
+def _reference(
+    session: Session,
+) -> tuple[list[list[Tensor]], list[list[Tensor]], dict[str, Tensor]]:
+    """Losses by data rank, the same without an auxiliary loss, and gradients of the mean: all
+    experts on all tokens in this process, by plain autograd."""
     config, ranks = session.config, session.meshes.data_ranks
     torch.manual_seed(config.train.seed)
     build = model_file("moe").build
     model = build(config.model, session.dataset.vocab_size, config.data.sequence_length)
     module = NextTokenLoss(model, config.model.experts.auxiliary_weight).double()
-    count, losses = config.train.micro_batches, []
+    count, losses, plain = config.train.micro_batches, [], []
     for rank in range(ranks):
         batches = session.dataset.batches(1, 0, shard=rank, num_shards=ranks)
-        own = [module(*next(batches))[0] for _ in range(count)]
-        (sum(own) / (count * ranks)).backward()
-        losses.append([loss.detach() for loss in own])
-    return losses, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        found = [module(*next(batches))[:2] for _ in range(count)]
+        (sum(loss for loss, _ in found) / (count * ranks)).backward()
+        losses.append([loss.detach() for loss, _ in found])
+        plain.append([cross_entropy for _, cross_entropy in found])
+    return (
+        losses,
+        plain,
+        {name: p.grad for name, p in module.named_parameters() if p.grad is not None},
+    )
 
 
 def _case(config: RunConfig) -> dict[str, Any]:
@@ -92,11 +99,13 @@ def _case(config: RunConfig) -> dict[str, Any]:
     mine = [session.move(next(batches)) for _ in range(config.train.micro_batches)]
     session.runner(mine)
     found, losses = gradients_of(session.weights), torch.stack(session.runner.losses)
-    wanted_losses, wanted = _reference(session)
-    off = losses - torch.stack(wanted_losses[session.meshes.data_rank])
+    evaluated = torch.stack(session.evaluate(mine))
+    wanted_losses, plain, wanted = _reference(session)
+    place = session.meshes.data_rank
+    off = losses - torch.stack(wanted_losses[place]), evaluated - torch.stack(plain[place])
     return {
         # Ranks that share sequences see a part of each, and have a loss of their own.
-        "loss": 0.0 if config.parallel.context > 1 else float(off.abs().max()),
+        "loss": 0.0 if config.parallel.context > 1 else float(torch.stack(off).abs().max()),
         "gradients": furthest(found, {name: wanted[name] for name in found}),
         "bits": {name: hash_of(each) for name, each in found.items()},
         "all": sorted(wanted),

@@ -91,7 +91,6 @@ def open_graphs(config: RunConfig) -> tuple[Setup, Compilation, Constants]:
 
 def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     check(config)
-    _refuse_bias(config)
     find(config.pipeline.schedule)  # refused before a model is built
     rank, world_size = dist.get_rank(), dist.get_world_size()
     given, config = config, published_shape(config)
@@ -125,16 +124,6 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     weights = MasterWeights(module, dtype, data=data, meshes=meshes)
     setup = Setup(config, asked, rank, world_size, device, meshes, dataset, weights, drawn)
     return setup, twin
-
-
-def _refuse_bias(config: RunConfig) -> None:
-    if config.model.experts.balance == "bias" and config.parallel.pipeline > 1:
-        raise InputError(
-            'model.experts.balance = "bias" and parallel.pipeline = '
-            f"{config.parallel.pipeline}: the load that moves biases is known on one stage only",
-            hint='set model.experts.balance to "auxiliary_loss" or "none", or parallel.pipeline '
-            "to 1",
-        )
 
 
 def _trace(
