@@ -10,14 +10,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from mixture_models import furthest, gradients_of
+from mixture_models import EXPERTS, MixtureLoss, furthest, gradients_of
 from processes import gloo_group, run_ranks
 from torch import Tensor
 from training import Workplace
 
 from interlace.cli.run_file import load_run_config
 from interlace.config import RunConfig
+from interlace.errors import InputError
+from interlace.experts.between_ranks import COUNTS, host_counts
+from interlace.experts.grouped import MATMUL, grouped_matmul
+from interlace.experts.rows_by_expert import expert_order, rows_of_tokens, tokens_of_rows
 from interlace.models import model_file
+from interlace.runtime.chunks import Placement, chunked
+from interlace.runtime.traced_strands import build_strands
 from interlace.train import opening
 from interlace.train.built_model import NextTokenLoss, build_module
 from interlace.train.opening import open_session
@@ -147,3 +153,35 @@ def test_gradients_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:
                 bits.setdefault((str(layout), name), set()).add(digest)
         assert {name for each in found for name in each["bits"]} == set(found[0]["all"])
     assert all(len(digests) == 1 for digests in bits.values()), bits
+
+
+class _InTwo(torch.nn.Module):
+    """A layer of experts whose activation is a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 8)
+        self.weight = torch.nn.Parameter(torch.ones(EXPERTS, 8, 8))
+        self.activation = torch.nn.SiLU()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.first(tokens)
+        order, place, sent = expert_order(targets, EXPERTS)
+        counts = host_counts(sent, sent)
+        rows = self.activation(rows_of_tokens(x, order, place, 1))
+        return tokens_of_rows(grouped_matmul(rows, self.weight, counts, 1), order, place).mean()
+
+
+def test_chunks_do_not_end_between_the_exchanges_of_a_layer() -> None:
+    """Counts are on the host, and rows have the number of the routing: neither goes to a stage."""
+    example = torch.randint(0, 64, (2, 5)), torch.randint(0, 64, (2, 5))
+    strands = build_strands(MixtureLoss(2, 16, 64), example, {}, buffer_dtype=torch.float32)
+    for chunks in range(2, 6):
+        found = chunked(strands, Placement(rank_of=range(chunks)))
+        crossing = {each.node.target for way in found.handovers.messages.values() for each in way}
+        assert COUNTS not in crossing
+        assert MATMUL not in crossing
+    example = torch.randn(4, 8), torch.randint(0, EXPERTS, (4, 1))
+    strands = build_strands(_InTwo(), example, {}, buffer_dtype=torch.float32)
+    with pytest.raises(InputError, match="'activation', which begins between the exchanges"):
+        chunked(strands, Placement(rank_of=(0, 1), split_at=("activation",)))
