@@ -4,7 +4,7 @@ of every parameter against one process, as `interlace train` opens and runs the 
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -27,12 +27,15 @@ from interlace.runtime.traced_strands import build_strands
 from interlace.train import opening
 from interlace.train.built_model import NextTokenLoss, build_module
 from interlace.train.opening import open_session
+from interlace.train.optimizer import build_optimizer, build_schedule
 from interlace.train.same_run import check_built
 from interlace.train.session import Session
 
 pytestmark = pytest.mark.gloo
 BOUND = 1e-10
 """Largest difference of a float64 gradient, relative to the largest element of its parameter."""
+AFTER = 1e-6
+"""Largest difference of a loss when AdamW has stepped: norms are rounded to float32 on the way."""
 SETTINGS: dict[str, Any] = {
     "strands": "2",
     "model.architecture": "moe",
@@ -64,37 +67,56 @@ CASES: dict[int, list[tuple[str, Layout]]] = {
         ("zb_h1", {"parallel.data_shard": 2, "train.recompute": "layer", **BALANCED}),
         ("one_f_one_b", {"parallel.context": 2, "parallel.data_shard": 1}),
     ],
-    8: [("one_f_one_b", {"parallel.data_shard": 4})],
+    8: [
+        ("one_f_one_b", {"parallel.data_shard": 2, "parallel.tensor": 2}),
+        ("one_f_one_b", {"parallel.data_shard": 4}),
+        ("one_f_one_b", {"parallel.data_shard": 4, "parallel.zero": 1}),
+    ],
 }
-"""With 8 ranks each expert is on two ranks of a stage, cut between them."""
+"""In the last two each expert is on two ranks of a stage, cut between them."""
 
 
 def _doubled(*args: Any) -> torch.nn.Module:
     return build_module(*args).double()
 
 
-def _reference(
-    session: Session,
-) -> tuple[list[list[Tensor]], list[list[Tensor]], dict[str, Tensor]]:
-    """Losses by data rank, the same without an auxiliary loss, and gradients of the mean: all
-    experts on all tokens in this process, by plain autograd."""
+class Reference(NamedTuple):
+    """One process: all experts on all tokens, by plain autograd."""
+
+    losses: list[list[Tensor]]
+    """By data rank."""
+    plain: list[list[Tensor]]
+    """The same without an auxiliary loss."""
+    gradients: dict[str, Tensor]
+    after: list[list[Tensor]]
+    """Losses of the same micro-batches when the optimizer has stepped."""
+
+
+def _reference(session: Session) -> Reference:
     config, ranks = session.config, session.meshes.data_ranks
     torch.manual_seed(config.train.seed)
     build = model_file("moe").build
     model = build(config.model, session.dataset.vocab_size, config.data.sequence_length)
     module = NextTokenLoss(model, config.model.experts.auxiliary_weight).double()
-    count, losses, plain = config.train.micro_batches, [], []
-    for rank in range(ranks):
-        batches = session.dataset.batches(1, 0, shard=rank, num_shards=ranks)
-        found = [module(*next(batches))[:2] for _ in range(count)]
-        (sum(loss for loss, _ in found) / (count * ranks)).backward()
-        losses.append([loss.detach() for loss, _ in found])
-        plain.append([cross_entropy for _, cross_entropy in found])
-    return (
-        losses,
-        plain,
-        {name: p.grad for name, p in module.named_parameters() if p.grad is not None},
-    )
+    count = config.train.micro_batches
+
+    def run() -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        losses, plain = [], []
+        for rank in range(ranks):
+            batches = session.dataset.batches(1, 0, shard=rank, num_shards=ranks)
+            found = [module(*next(batches))[:2] for _ in range(count)]
+            (sum(loss for loss, _ in found) / (count * ranks)).backward()
+            losses.append([loss.detach() for loss, _ in found])
+            plain.append([cross_entropy for _, cross_entropy in found])
+        return losses, plain
+
+    losses, plain = run()
+    gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    optimizer = build_optimizer(list(module.parameters()), config.optimizer)
+    build_schedule(optimizer, config.optimizer, config.train.steps)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.clip_norm)
+    optimizer.step()
+    return Reference(losses, plain, gradients, run()[0])
 
 
 def _case(config: RunConfig) -> dict[str, Any]:
@@ -106,15 +128,21 @@ def _case(config: RunConfig) -> dict[str, Any]:
     session.runner(mine)
     found, losses = gradients_of(session.weights), torch.stack(session.runner.losses)
     evaluated = torch.stack(session.evaluate(mine))
-    wanted_losses, plain, wanted = _reference(session)
-    place = session.meshes.data_rank
-    off = losses - torch.stack(wanted_losses[place]), evaluated - torch.stack(plain[place])
+    session.update(1)
+    session.runner(mine)
+    after = torch.stack(session.runner.losses)
+    wanted, place = _reference(session), session.meshes.data_rank
+    off = losses - torch.stack(wanted.losses[place]), evaluated - torch.stack(wanted.plain[place])
+    off_after = after - torch.stack(wanted.after[place])
+    # Ranks that share sequences see a part of each, and have a loss of their own.
+    whole = config.parallel.context == 1
     return {
-        # Ranks that share sequences see a part of each, and have a loss of their own.
-        "loss": 0.0 if config.parallel.context > 1 else float(torch.stack(off).abs().max()),
-        "gradients": furthest(found, {name: wanted[name] for name in found}),
+        "loss": float(torch.stack(off).abs().max()) if whole else 0.0,
+        "after": float(off_after.abs().max()) if whole else 0.0,
+        "fell": float((losses - after).mean()),
+        "gradients": furthest(found, {name: wanted.gradients[name] for name in found}),
         "bits": {name: hash_of(each) for name, each in found.items()},
-        "all": sorted(wanted),
+        "all": sorted(wanted.gradients),
     }
 
 
@@ -149,6 +177,7 @@ def test_gradients_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:
         for each in found:
             assert each["loss"] < BOUND, (schedule, layout, each)
             assert each["gradients"] < BOUND, (schedule, layout, each)
+            assert each["after"] < AFTER < each["fell"], (schedule, layout, each)
             for name, digest in each["bits"].items():
                 bits.setdefault((str(layout), name), set()).add(digest)
         assert {name for each in found for name in each["bits"]} == set(found[0]["all"])
