@@ -9,6 +9,7 @@ cli/          commands: parse, call one function, print
 bench/        measured claims, one file each
 pipelining/   the interface of torch.distributed.pipelining, both ways
 hf_trainer.py  the Trainer of transformers with interleaved micro-batches
+shaped_steps.py  a step for each shape of batches, compiled when it first comes
 api.py        `compile_step`: an interlaced step of a user's own module
 train/        a training run: session, loop, runners, comparison, metrics
 checkpoint/   checkpoint folders on disk: written whole, checked, read on any mesh
@@ -33,6 +34,8 @@ sim/          what a plan would do, as a timeline
 schedules/    which passes of which micro-batches a rank runs side by side, one file each
 rules.py      values of a RunConfig that can never work together
 model_rules.py  the same for the model
+machine_rules.py  the same for links and clusters
+value_rules.py  fields that are bounded, whatever the others say
 run_files.py  names of the files in the folder of a run, and readers of them
 claims.py     who may write into a directory: one run at a time
 hardware/     descriptions of machines and clusters, and times that follow from them
@@ -60,9 +63,11 @@ if TYPE_CHECKING:
         stage_parameters,
     )
     from interlace.reshard import ReshardPlan, reshard
+    from interlace.shaped_steps import ShapedSteps
 
 __all__ = [
     "ReshardPlan",
+    "ShapedSteps",
     "Step",
     "__version__",
     "clip_grad_norm_",
@@ -82,6 +87,8 @@ def __getattr__(name: str) -> Any:
         from interlace import api  # noqa: PLC0415 - imports torch
 
         return getattr(api, name)
+    if name == "ShapedSteps":
+        return importlib.import_module("interlace.shaped_steps").ShapedSteps
     if name in ("ReshardPlan", "reshard"):
         package = importlib.import_module("interlace.reshard")
         return package if name == "reshard" else package.ReshardPlan

@@ -207,6 +207,9 @@ class CompareConfig:
     without `overlap.decompose`, `decomposed-1` and `decomposed-2` with it in all passes."""
     memory: bool = False
     """Also measure the peak memory of one step of each way."""
+    check: bool = False
+    """Before training hold one step of `strands` against eager PyTorch: losses, every gradient by
+    name, times; what is wrong ends the run. `train --check` sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +335,8 @@ def modes_of(config: RunConfig) -> frozenset[Mode]:
     """Every way of running a step that this run needs."""
     trial: tuple[Mode, ...] = ("1",) if tries_fallback(config) else ()
     compared = config.compare.modes if config.compare.steps else ()
-    return frozenset({config.strands, *compared, *trial})
+    checked: tuple[Mode, ...] = ("eager",) if config.compare.check else ()
+    return frozenset({config.strands, *compared, *checked, *trial})
 
 
 def tries_fallback(config: RunConfig) -> bool:

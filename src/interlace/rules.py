@@ -4,109 +4,26 @@ Each raises InputError with the field, the value and what to set.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from interlace.config import (
     ParallelConfig,
     PipelineConfig,
     RunConfig,
     modes_of,
-    parse_rate,
     world_of,
     world_of_stage,
 )
 from interlace.errors import InputError
+from interlace.machine_rules import check_machine
 from interlace.model_config import ExpertsConfig
 from interlace.model_rules import check_model
 from interlace.stage_degrees import stages_of, widest
-
-_POSITIVE = (
-    "model.layers",
-    "model.width",
-    "model.heads",
-    "model.kv_heads",
-    "model.ffn_width",
-    "parallel.data_replicate",
-    "parallel.context",
-    "parallel.tensor",
-    "parallel.expert",
-    "parallel.pipeline",
-    "parallel.bucket_mib",
-    "data.sequence_length",
-    "optimizer.learning_rate",
-    "train.steps",
-    "train.micro_batches",
-    "train.micro_batch_size",
-    "train.evaluate_batches",
-    "train.threads",
-    "plan.profile_repeats",
-    "watchdog.heartbeat_s",
-    "watchdog.busy_s",
-    "watchdog.start_s",
-    "watchdog.end_s",
-    "model.rope_theta",
-    "model.rope_factor",
-    "model.rope_original_length",
-    "model.rope_short_scale",
-    "model.rope_long_scale",
-    "model.norm_eps",
-    "optimizer.epsilon",
-)
-"""Fields that must be above 0."""
-_NOT_NEGATIVE = (
-    "model.vocab_size",
-    "model.head_size",
-    "optimizer.warmup_steps",
-    "optimizer.weight_decay",
-    "optimizer.clip_norm",
-    "train.evaluate_every",
-    "compare.steps",
-    "overlap.pieces",
-    "plan.trial_steps",
-    "plan.memory_mib",
-    "plan.extra_memory",
-    "plan.extra_memory_mib",
-    "link.latency_us",
-    "output.record_every",
-    "hardware.peak_tflops",
-    "hardware.memory_gb_per_s",
-    "train.seed",
-    "train.recompute_mib",
-    "checkpoint.every",
-    "checkpoint.keep",
-)
-"""Fields that must be 0 or above."""
-
-
-def _value(config: RunConfig, name: str) -> Any:
-    table, key = name.split(".")
-    return getattr(getattr(config, table), key)
+from interlace.value_rules import check_values
 
 
 def check(config: RunConfig) -> None:
     """Raise InputError for values that can never work, whatever the machine."""
-    for name in _POSITIVE:
-        if not 0 < _value(config, name) < float("inf"):
-            raise InputError(
-                f"{name} = {_value(config, name)!r} must be positive", hint=f"set {name} above 0"
-            )
-    for name in _NOT_NEGATIVE:
-        if not 0 <= _value(config, name) < float("inf"):
-            raise InputError(
-                f"{name} = {_value(config, name)!r} must not be negative",
-                hint=f"set {name} to 0 or more",
-            )
-    for name in ("data.held_out", "optimizer.beta1", "optimizer.beta2"):
-        if not 0 < _value(config, name) < 1:
-            raise InputError(
-                f"{name} = {_value(config, name)!r} must lie between 0 and 1",
-                hint=f"set {name} above 0 and below 1",
-            )
-    if not 0 <= config.optimizer.final_fraction <= 1:
-        raise InputError(
-            f"optimizer.final_fraction = {config.optimizer.final_fraction!r} must lie in 0..1",
-            hint="0.1 ends at a tenth of the peak",
-        )
+    check_values(config)
     ways = config.compare.modes
     if config.compare.steps and len(set(ways)) < max(1, len(ways)):
         raise InputError(
@@ -118,8 +35,8 @@ def check(config: RunConfig) -> None:
             f"overlap.pieces = {config.overlap.pieces}, but collectives stay whole",
             hint='set overlap.decompose to "auto" or a form, or overlap.pieces to 0',
         )
-    if config.link.rate:
-        parse_rate(config.link.rate, "link.rate")
+    _check_gradient_check(config)
+    check_machine(config)
     if config.watchdog.dead_after_s < 2 * config.watchdog.heartbeat_s:
         raise InputError(
             f"watchdog.dead_after_s = {config.watchdog.dead_after_s} is less than two heartbeats "
@@ -145,6 +62,23 @@ def check(config: RunConfig) -> None:
             f"train.micro_batches = {config.train.micro_batches}",
             hint="set train.micro_batches to 2 or more (8 hides most), or strands to 1 and "
             "compare.modes to eager,1",
+        )
+
+
+def _check_gradient_check(config: RunConfig) -> None:
+    """What a compiled step cannot be compared with eager PyTorch for."""
+    if not config.compare.check:
+        return
+    if config.strands == "eager":
+        raise InputError(
+            'compare.check compares a compiled step with eager PyTorch, and strands = "eager"',
+            hint="set strands to 1 or 2, or leave --check out",
+        )
+    if config.model.dropout:
+        raise InputError(
+            f"compare.check and model.dropout = {config.model.dropout}: a compiled step draws "
+            "other masks than eager PyTorch",
+            hint="check once with model.dropout 0, then train without --check",
         )
 
 
@@ -258,11 +192,11 @@ def _check_experts(config: RunConfig) -> None:
             hint='set parallel.expert to 1, or model.source to "interlace": Mixtral, Qwen3-MoE and '
             "Phi-3.5-MoE checkpoints are read",
         )
-    if parallel.pipeline > 1:
+    if config.pipeline.stages:
         raise InputError(
-            f"{given} and parallel.pipeline = {parallel.pipeline}: experts are not dealt to the "
-            "ranks of a stage",
-            hint="set one of them to 1",
+            f"{given} and pipeline.stages = {list(config.pipeline.stages)}: experts are dealt to "
+            "ranks where all stages are laid out alike",
+            hint="set parallel.expert to 1, or leave pipeline.stages out",
         )
     if model.experts.count and model.experts.count % parallel.expert:
         raise InputError(
@@ -307,6 +241,7 @@ def _check_pipeline(config: RunConfig) -> None:
     ends = "ends" if config.overlap.passes == "ends" else ""
     for name, wrong in (
         ("compare.steps", config.compare.steps),
+        ("compare.check", config.compare.check),
         ("plan.file", config.plan.file),
         ("overlap.passes", ends),
         ("parallel.reduce", _unless(config.parallel.reduce, "step")),

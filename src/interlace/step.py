@@ -233,6 +233,13 @@ class Step:
         finally:
             self.number = number
 
+    def share_sums(self, other: "Step") -> None:
+        """Keep sums of gradients in the memory of another step of `compile_step` on the same
+        module; the two run in turn. Under `fully_shard` each keeps its own."""
+        if isinstance(self.tensors, UserModule) and isinstance(other.tensors, UserModule):
+            self.tensors.share_sums(other.tensors)
+            self._rebind()
+
     def record_pipeline(self, micro_batches: Sequence[Any]) -> PipelineRecord:
         """The same step of a pipeline, with the times of the actions of all ranks, and the step
         that the simulator makes of them. Collective over the pipeline.

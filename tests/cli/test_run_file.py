@@ -198,3 +198,24 @@ def test_old_names_of_searches_still_work(
     monkeypatch.setenv("RANK", "1")
     assert load_run_config(path).plan.search == "merge"
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("tables", "message", "hint"),
+    [
+        ('[plan]\ncluster = "h10"', "there is no cluster 'h10'", "h100"),
+        (
+            '[plan]\ncluster = "h100"\n[link]\nrate = "1gbit"',
+            "plan.cluster = 'h100' says how fast devices and links are, and so does the run: "
+            "link.rate = '1gbit'",
+            "leave one of the two out",
+        ),
+        ('[plan]\ncluster = "none.toml"', "there is no cluster file none.toml", "preset"),
+    ],
+)
+def test_a_cluster_that_cannot_be_planned_for(tmp_path, tables, message, hint):
+    """`train` and `plan` say so alike, when the file is read."""
+    with pytest.raises(InputError) as refused:
+        check(load_run_config(write(tmp_path, tables + "\n")))
+    assert message in refused.value.message
+    assert hint in refused.value.hint

@@ -103,9 +103,9 @@ def _trained(case: Case, mesh: DeviceMesh | None, strands: int) -> list[Tensor]:
             for index in range(MICRO_BATCHES)
             if any(batches[index] is each for each in mine)
         ]
-        found += [*step.losses, *_gradients(module).values()]
+        found += [*step.losses, *gradients_of(module).values()]
         compare_losses(case, number, step.losses, own)
-        _compare_gradients(case, number, module, twin)
+        compare_gradients(case, number, module, twin)
         for each in (module, twin):
             torch.optim.SGD(each.parameters(), lr=LEARNING_RATE).step()
             each.zero_grad()
@@ -128,7 +128,7 @@ def eager(case: Case, twin: nn.Module, batches: list[Batch]) -> list[Tensor]:
     return losses
 
 
-def _gradients(module: nn.Module) -> dict[str, Tensor]:
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     """Whole gradients of all parameters that have one, by name."""
     found = {}
     for name, parameter in module.named_parameters():
@@ -149,8 +149,8 @@ def compare_losses(case: Case, number: int, found: list[Tensor], wanted: list[Te
             raise Wrong(f"step {number}: loss {float(one)}, eager {float(other)}")
 
 
-def _compare_gradients(case: Case, number: int, module: nn.Module, twin: nn.Module) -> None:
-    found, wanted = _gradients(module), _gradients(twin)
+def compare_gradients(case: Case, number: int, module: nn.Module, twin: nn.Module) -> None:
+    found, wanted = gradients_of(module), gradients_of(twin)
     if found.keys() != wanted.keys():
         raise Wrong(f"step {number}: gradients of {sorted(found)}, eager {sorted(wanted)}")
     largest = max(float(each.abs().max()) for each in wanted.values() if each.numel())

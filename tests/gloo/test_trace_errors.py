@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from interlace.errors import InputError
 from interlace.graphs.torch_private import init_fake_world
 from interlace.graphs.trace import trace_chunk
+from interlace.graphs.trace_errors import refuse_flex_attention
+from interlace.runtime.batch_form import BatchForm
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +134,48 @@ def test_state_that_a_forward_changes_is_refused() -> None:
     """A graph would count once."""
     text = refusal(Counts)
     assert "forward changes Python state: stages.0.1" in text
+
+
+class OwnSettings:
+    """Settings of somebody's own, which are no configuration of transformers."""
+
+    steps = 0
+
+
+class CountsInSettings(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = OwnSettings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.steps += 1
+        return x * self.config.steps
+
+
+def test_settings_that_a_forward_changes_are_refused() -> None:
+    """transformers notes the kind of labels in `config`, each time the same; others may count."""
+    assert "forward changes Python state: stages.0.1" in refusal(CountsInSettings)
+
+
+class Flexible(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(1, 1, *x.shape)
+        return flex_attention(heads, heads, heads).view_as(x)  # here
+
+
+def test_flex_attention_says_what_it_would_take() -> None:
+    """In forward, as an operator of a graph that was traced where PyTorch trains it, and as a mask
+    in a batch."""
+    text = refusal(Flexible)
+    assert "(stages.0.1: Flexible): return flex_attention(heads, heads, heads)" in text
+    assert "it would take operators of a graph" in text
+    graph = fx.Graph()
+    graph.call_function(torch.ops.higher_order.flex_attention_backward, ())
+    with pytest.raises(InputError, match="it calls flex_attention") as caught:
+        refuse_flex_attention(Outer(Flexible()), graph)
+    assert "scaled_dot_product_attention" in caught.value.hint
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu")
+    with pytest.raises(InputError, match=r"example_inputs\['mask'\] is a BlockMask") as caught:
+        BatchForm({"x": torch.zeros(1), "mask": mask})
+    assert "boolean tensor" in caught.value.hint
+    assert "it would take operators of a graph" in caught.value.hint

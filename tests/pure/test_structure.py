@@ -14,7 +14,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 PRIVATE_HOME = SOURCE / "graphs" / "torch_private.py"
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 70
-ASKED_FOR_LATE = {("interlace", "interlace.api"), ("interlace", "interlace.reshard")}
+ASKED_FOR_LATE = {("interlace", f"interlace.{name}") for name in ("api", "reshard", "shaped_steps")}
 """Public names, imported when they are first asked for."""
 
 

@@ -1,5 +1,6 @@
 """`interlace train`: become one rank of the job around us, or start the ranks on this machine."""
 
+from dataclasses import replace
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -7,6 +8,7 @@ from cyclopts import Parameter
 from interlace.cli.options import RunFile, RunOptions, Verbose
 from interlace.cli.ranks import is_rank, start_ranks
 from interlace.config import RunConfig
+from interlace.rules import check as check_rules
 
 
 def train(
@@ -14,6 +16,7 @@ def train(
     /,
     *,
     nproc: Annotated[int | None, Parameter(show_default=False)] = None,
+    check: Annotated[bool, Parameter(negative="")] = False,
     config: RunOptions = RunConfig(),  # noqa: B008  frozen
     verbose: Verbose = False,
 ) -> int:
@@ -25,9 +28,15 @@ def train(
         A TOML run file, or the name of a preset (demo, quickstart).
     nproc
         Processes to start on this machine; as many as the layout needs when not given.
+    check
+        First hold one step against eager PyTorch: losses, every gradient by name, times. What is
+        wrong ends the run before training.
     verbose
         Show where an error came from.
     """
+    if check:
+        config = replace(config, compare=replace(config.compare, check=True))
+        check_rules(config)
     if not is_rank(config, nproc):
         start_ranks(["train"], config, nproc, verbose=verbose)
         return 0

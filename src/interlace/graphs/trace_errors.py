@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from interlace.errors import InputError
 from interlace.graphs.collectives import TABLE, is_collective, is_wait, row_of, unknown
-from interlace.graphs.torch_private import InputOf
+from interlace.graphs.joint import InputOf
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 """Finds the lines of a Python trace that say where."""
@@ -22,12 +22,32 @@ _LIBRARY = Path(torch.__file__).parent
 """Where torch lies: lines in it are not the user's."""
 _SIDE_EFFECTS = "certain side effects happened in the model.forward"
 """What torch's message says when forward changed something outside."""
-_HARMLESS = "_active_collector"
-"""A variable that `transformers` sets and puts back in every forward."""
+_COLLECTOR = "._active_collector"
+"""End of the source of a variable that forwards of `transformers` set and put back."""
 
+_NO_FLEX = (
+    "FlexAttention is not traced: it would take operators of a graph that hold the function of its "
+    "mask, forward and backward, and times for them. Take "
+    "torch.nn.functional.scaled_dot_product_attention with is_causal=True or a boolean attn_mask; "
+    "models of transformers do by attn_implementation='sdpa'"
+)
+"""What to do in place of `flex_attention`, which PyTorch trains on GPUs only."""
 _HINTS = (
+    (("flex_attention",), _NO_FLEX),
     (
-        ("Data-dependent", "_local_scalar_dense", "DynamicOutputShape", "DataDependent", "nonzero"),
+        ("multi_head_attention_forward",),
+        "layers of nn.Transformer look at the values of a mask unless they are told: give "
+        "tgt_is_causal=True or src_is_causal=True (is_causal=True to a single layer), or False",
+    ),
+    (
+        (
+            "Data-dependent",
+            "data-dependent",
+            "_local_scalar_dense",
+            "DynamicOutputShape",
+            "DataDependent",
+            "nonzero",
+        ),
         "make it independent of values in tensors (torch.where, torch.clamp, fixed shapes)",
     ),
     (
@@ -37,7 +57,7 @@ _HINTS = (
     ),
     (("builtin", "logging"), "move printing, and looking up loggers, out of forward"),
 )
-"""What to do, by words of torch's message."""
+"""What to do, by words of torch's message, or names of functions in which it failed."""
 _OTHER_HINT = "write it with plain torch operators, or train with eager PyTorch"
 """What to do where none of these words is in it."""
 _NO_SCHEMA = types.SimpleNamespace(arguments=())
@@ -74,10 +94,10 @@ def explained(module: nn.Module) -> Iterator[None]:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-        elif _HARMLESS not in text:
+        elif changed := _changed(module, text):
             raise cannot_trace(
                 module,
-                f"forward changes Python state: {', '.join(_changed(text)) or text}",
+                f"forward changes Python state: {', '.join(changed)}",
                 (),
                 "a traced forward runs once, not every step: keep state out of forward",
             )
@@ -110,6 +130,13 @@ def refuse_sparse(module: nn.Module, graph: fx.Graph) -> None:
                     lines_of(node),
                     "set sparse=False, and take an optimizer for dense gradients",
                 )
+
+
+def refuse_flex_attention(module: nn.Module, graph: fx.Graph) -> None:
+    """Raise InputError for an operator of FlexAttention, whose mask is a graph within the graph."""
+    for node in graph.nodes:
+        if str(node.target).startswith("flex_attention"):
+            raise cannot_trace(module, "it calls flex_attention", lines_of(node), _NO_FLEX)
 
 
 def refuse_collectives(module: nn.Module, graph: fx.Graph) -> None:
@@ -192,11 +219,29 @@ def _first_line(error: BaseException) -> str:
 
 
 def _hint(error: BaseException) -> str:
-    text = f"{type(error).__name__} {error}"
+    functions = " ".join(line.function for line in _lines(error))
+    text = f"{type(error).__name__} {error} {functions}"
     return next((hint for words, hint in _HINTS if any(w in text for w in words)), _OTHER_HINT)
 
 
-def _changed(text: str) -> list[str]:
-    """Sources that dynamo names, as paths of modules: `_modules['a']._modules['b']` is a.b."""
+def _changed(module: nn.Module, text: str) -> list[str]:
+    """Sources that dynamo names, as paths of modules: `_modules['a']._modules['b']` is a.b. Without
+    what `transformers` keeps there; the text itself if it names none."""
     sources = re.findall(r'"([^"]+)"', text)
-    return [".".join(re.findall(r"_modules\['([^']+)'\]", source)) or source for source in sources]
+    if not sources:
+        return [text]
+    paths = {source: ".".join(re.findall(r"_modules\['([^']+)'\]", source)) for source in sources}
+    return [
+        path or source
+        for source, path in paths.items()
+        if not source.endswith(_COLLECTOR) and not _notes_labels(module, source, path)
+    ]
+
+
+def _notes_labels(module: nn.Module, source: str, path: str) -> bool:
+    """Whether this is a configuration of `transformers`, in which classifiers note the kind of
+    labels that they see, each time the same."""
+    if not source.endswith(".config"):
+        return False
+    config = getattr(module.get_submodule(path), "config", None)
+    return any(kind.__module__.startswith("transformers.") for kind in type(config).__mro__)

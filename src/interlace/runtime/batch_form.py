@@ -49,6 +49,16 @@ class BatchForm:
         """Whether a batch is a tuple or list of tensors."""
         self._make = _maker(self._root)
 
+    @property
+    def words(self) -> str:
+        """The form and the shapes, equal for batches that one step takes: `(int64[2, 8], ...)`, and
+        behind it the places of what is no plain tuple of tensors. Without the number of a GPU."""
+        shapes = ", ".join(
+            f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in self.example
+        )
+        device = "".join(sorted({f" on {each.device.type}" for each in self.example}))
+        return f"({shapes}){device}" + ("" if self.is_plain else f" in {_outline(self._root)}")
+
     def flat(self, batch: Any, where: str) -> tuple[Tensor, ...]:
         """The tensors of a batch of this form. Raises InputError for one of another form, saying
         where in it."""
@@ -69,6 +79,13 @@ def _form_of(value: Any, where: str, found: list[Tensor]) -> Any:
     if isinstance(value, _CONSTANTS):
         return value
     items = _items(value)
+    if type(value).__name__ == "BlockMask":
+        raise InputError(
+            f"{where} is a BlockMask of FlexAttention, which holds its mask as a function",
+            hint="give a boolean tensor, for attn_mask of "
+            "torch.nn.functional.scaled_dot_product_attention. FlexAttention is not traced: it "
+            "would take operators of a graph that hold that function, forward and backward",
+        )
     if items is None:
         raise InputError(
             f"{where} is {type(value).__name__}, which is no tensor, number, text or None, and no "
@@ -80,6 +97,19 @@ def _form_of(value: Any, where: str, found: list[Tensor]) -> Any:
         _form_of(part, f"{where}[{key!r}]", found) for key, part in zip(keys, parts, strict=True)
     )
     return _Node(keys, forms, kind)
+
+
+def _outline(form: Any) -> str:
+    """A form as people write it, with a number for each tensor: {'tokens': 0, 'labels': 1}."""
+    if isinstance(form, _Leaf):
+        return str(form.place)
+    if not isinstance(form, _Node):
+        return repr(form)
+    parts = [_outline(part) for part in form.parts]
+    if form.kind is dict:
+        pairs = zip(form.keys, parts, strict=True)
+        return "{" + ", ".join(f"{key!r}: {part}" for key, part in pairs) + "}"
+    return f"{form.kind.__name__}({', '.join(parts)})"
 
 
 def _items(value: Any) -> tuple[tuple[Any, ...], type, tuple[Any, ...]] | None:

@@ -112,13 +112,25 @@ def compare_with_eager(
         losses = [float(each) for each in step()]
         ours = _gradients(chunk)
         for _ in range(repeats):
-            times[0].append(_timed(lambda: _eager(chunk, batches, data), batches))
+            times[0].append(timed(lambda: _eager(chunk, batches, data), batches))
             _gradients(chunk)
-            times[1].append(_timed(step, batches))
+            times[1].append(timed(step, batches))
             _gradients(chunk)
+    pairs = zip((float(each) for each in eager_losses), losses, strict=True)
+    return comparison_of(list(pairs), eager, ours, times)
+
+
+def comparison_of(
+    losses: Sequence[tuple[float, float]],
+    eager: Mapping[str, Tensor],
+    ours: Mapping[str, Tensor],
+    times: tuple[Sequence[int], Sequence[int]],
+) -> StepComparison:
+    """What two ways made of the same micro-batches: (eager, compiled) losses, gradients by name,
+    and the ns of steps."""
     found = [_difference(name, eager[name], ours[name]) for name in eager.keys() & ours.keys()]
     return StepComparison(
-        losses=tuple(zip((float(each) for each in eager_losses), losses, strict=True)),
+        losses=tuple(losses),
         gradients=tuple(sorted(found, key=lambda each: (-_order(each.relative), each.name))),
         missing=tuple(sorted(eager.keys() ^ ours.keys())),
         eager_ns=tuple(times[0]),
@@ -198,7 +210,7 @@ def _order(relative: float) -> float:
     return float("inf") if math.isnan(relative) else relative
 
 
-def _timed(run: Callable[[], object], batches: Sequence[Batch]) -> int:
+def timed(run: Callable[[], object], batches: Sequence[Batch]) -> int:
     """ns of a run, with what the device has to do for it."""
     device = batches[0][0].device
     if device.type == "cuda":

@@ -40,6 +40,9 @@ class GroupGradients(ParameterGradients):
         """The parameters that get a gradient, each under one name."""
         return frozenset(w.name for places in self._places.values() for w, _ in places)
 
+    def share(self, other: ParameterGradients) -> None:
+        """Nothing: sums are views into those of groups, and small, being shards."""
+
     def refresh(self) -> bool:
         """Look for parts of weights that have other memory than before; whether there are any."""
         changed = False

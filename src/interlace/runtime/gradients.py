@@ -55,6 +55,15 @@ class ParameterGradients:
         found = [each.grad for each in self._buffers if each in chosen]
         return [gradient for gradient in found if gradient is not None]
 
+    def share(self, other: "ParameterGradients") -> None:
+        """Add to the sums of `other`, of the same module, wherever they are of the same kind: of
+        two steps that run in turn one set is enough. `constants` holds other tensors afterwards."""
+        for key, own in self.constants.items():
+            theirs = other.constants.get(key)
+            if key[0] == "gradient" and theirs is not None and _alike(own, theirs):
+                self.constants[key] = theirs
+                self._buffers[self._parameters[key[1]]] = theirs
+
     def refresh(self) -> bool:
         """Whether a parameter has other memory than the module shows."""
         return False
@@ -112,3 +121,8 @@ class ParameterGradients:
             gradient, parameter.device_mesh, layout,
             run_check=False, shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    kinds = [(each.shape, each.stride(), each.dtype, each.device) for each in (one, other)]
+    return kinds[0] == kinds[1]

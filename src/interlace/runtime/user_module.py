@@ -52,6 +52,10 @@ class UserModule:
         """Parameters and gradient sums, by (role, target)."""
         return self._gradients.constants
 
+    def share_sums(self, other: "UserModule") -> None:
+        """Keep gradients in the sums of another step on the same module."""
+        self._gradients.share(other._gradients)
+
     @property
     def chunk(self) -> "ModuleWithLoss":
         """The module with its loss, for autograd."""

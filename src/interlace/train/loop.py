@@ -36,6 +36,7 @@ from interlace.train.compare import compare
 from interlace.train.environment import describe_environment
 from interlace.train.expert_load import load_values, move_biases
 from interlace.train.fallback import Trial
+from interlace.train.gradient_check import check_gradients
 from interlace.train.metrics import MetricsWriter, step_line
 from interlace.train.model_flops import flops_per_token
 from interlace.train.proof import proof_rows, proof_table
@@ -98,6 +99,8 @@ class Trainer:
         if config.compare.steps:
             self._compare()
         step = done = self.checkpoints.resume(self.batches)
+        if config.compare.check:
+            self._check()
         if not done:
             self.evaluate(0)
         ended = "finished"
@@ -225,6 +228,14 @@ class Trainer:
             say(session, line)
         short = {key: value for key, value in summary.items() if key != "modes"}
         self.write("compare", **short)
+
+    def _check(self) -> None:
+        """With the weights with which training begins, on the first micro-batches of the data."""
+        session, drawn = self.session, self.session.batches()
+        count = self.config.train.micro_batches
+        text, values = check_gradients(session, [session.move(next(drawn)) for _ in range(count)])
+        say(session, text)
+        self.write("check", **values)
 
     def _prove(self) -> None:
         """Expected against measured communication of the last recorded step."""

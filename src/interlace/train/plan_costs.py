@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from interlace.config import HardwareConfig, LinkConfig, RunConfig, parse_rate, world_of
+from interlace.config import RunConfig, parse_rate, world_of
 from interlace.decompose.choose import Request
 from interlace.decompose.rewrite.apply import Decompose
 from interlace.decompose.site_costs import computed_times
 from interlace.errors import InputError
-from interlace.hardware.cluster import Cluster, load_cluster
+from interlace.hardware.cluster import Cluster
 from interlace.hardware.cluster_costs import ClusterMachine, cluster_costs
 from interlace.hardware.computed_costs import Machine, MachineModel, analytic_costs
 from interlace.ir import store
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
+from interlace.machine_rules import described_cluster
 from interlace.measure.machine import measure_this_machine
 from interlace.parallel.meshes import axis_groups, axis_sizes
 from interlace.report.cost_tables import warning
@@ -40,26 +41,7 @@ def cluster_of(config: RunConfig, name: str, cost: Path | None) -> Cluster:
             f"--cost {cost} and --cluster {name} both give the times of operators",
             hint="leave one of the two out",
         )
-    defaults = {"hardware": HardwareConfig(), "link": LinkConfig()}
-    keys = ("hardware.peak_tflops", "hardware.memory_gb_per_s", "link.rate", "link.latency_us")
-    set_to, unset = [], []
-    for key in keys:
-        table, field = key.split(".")
-        value = getattr(getattr(config, table), field)
-        default = getattr(defaults[table], field)
-        if value != default:
-            set_to.append(f"{key} = {value!r}")
-            unset.append(f"--{key} {default!r}" if default == "" else f"--{key} {default:g}")
-    if set_to:
-        raise InputError(
-            f"--cluster {name} says how fast devices and links are, and so does the run: "
-            + ", ".join(set_to),
-            hint="leave one of the two out; a run file's values are taken back by "
-            + " ".join(unset),
-        )
-    cluster = load_cluster(name)
-    cluster.require(world_of(config.parallel))
-    return cluster
+    return described_cluster(config, name, f"--cluster {name}")
 
 
 def read_costs(path: Path) -> CostTable:
