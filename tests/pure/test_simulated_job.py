@@ -143,7 +143,7 @@ def test_layers_keep_what_traced_graphs_keep(case):
     assert kept_bytes(job, layout) / MIB == pytest.approx(TRACED[case], rel=0.04)
 
 
-TRACED_LATE = {  # the same of what gradients of weights need: chunks of `runtime.chunks`, cut in two
+TRACED_LATE = {  # what gradients of weights need, where `runtime.chunks` cut backwards in two
     ("llama", 1, "none", 8, 4096): 61.0,
     ("llama", 4, "none", 8, 4096): 21.38,
     ("llama", 1, "none", 8, 2048): 49.0,

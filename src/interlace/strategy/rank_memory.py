@@ -70,7 +70,9 @@ def kept_bytes(job: StepJob, layout: JobLayout, *, whole: bool = False) -> float
     t, tokens = job.tensor, float(job.tokens) * job.hidden
     if layout.recompute == "layer" and not whole:
         return tokens * (2.0 if t == 1 else 4.0 / t)
-    split = _OTHER[job.gated] + _PER_KV * _kv_widths(job) + _PER_FFN[job.gated] * job.ffn / job.hidden
+    split = (
+        _OTHER[job.gated] + _PER_KV * _kv_widths(job) + _PER_FFN[job.gated] * job.ffn / job.hidden
+    )
     if layout.recompute == "attention" and not whole:
         split -= _ATTENTION_OUTPUT
     return tokens * (_GATHERED[job.gated] + split / t)
