@@ -28,6 +28,7 @@ lab/          slow links and hosts without a cluster
 parallel/     how a plain model is laid out over ranks
 models/       single-device models, one file each
 experts/      operators of mixture-of-experts layers, whose sizes are known at run time only
+strategy/     how a job is split over a cluster: simulated from shapes, and searched
 search/       a graph and costs in, an issue order out
 sim/          what a plan would do, as a timeline
 schedules/    which passes of which micro-batches a rank runs side by side, one file each

@@ -136,6 +136,27 @@ def test_state_that_a_forward_changes_is_refused() -> None:
     assert "forward changes Python state: stages.0.1" in text
 
 
+class OwnSettings:
+    """Settings of somebody's own, which are no configuration of transformers."""
+
+    steps = 0
+
+
+class CountsInSettings(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = OwnSettings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.steps += 1
+        return x * self.config.steps
+
+
+def test_settings_that_a_forward_changes_are_refused() -> None:
+    """transformers notes the kind of labels in `config`, each time the same; others may count."""
+    assert "forward changes Python state: stages.0.1" in refusal(CountsInSettings)
+
+
 class Flexible(Part):
     def forward(self, x: Tensor) -> Tensor:
         heads = x.view(1, 1, *x.shape)

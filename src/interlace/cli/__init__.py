@@ -5,6 +5,8 @@ A file per command, and what they share:
 app.py           the commands, what they say and how they end
 train.py         `interlace train`
 plan_command.py  `interlace plan`
+strategy_command.py  `interlace plan --global-batch`
+simulate_command.py  `interlace simulate`
 profile.py       `interlace profile`
 report.py        `interlace report`
 schedule.py      `interlace schedule`

@@ -85,6 +85,12 @@ def build_app() -> App:
         config=read_run_file,
     )
     app.command(
+        "interlace.cli.simulate_command:simulate",
+        name="simulate",
+        help="Simulate a run on a cluster: step time, MFU, exposed communication, memory.",
+        config=read_run_file,
+    )
+    app.command(
         "interlace.cli.profile:profile",
         name="profile",
         help="Measure operators, collectives and pairs of both, for plans.",

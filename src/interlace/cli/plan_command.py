@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from interlace.cli.options import RunFile, RunOptions, Verbose
 from interlace.config import RunConfig
+from interlace.errors import InputError
 
 
 def plan(
@@ -19,20 +20,24 @@ def plan(
     interpolate: Annotated[bool, Parameter(negative="")] = False,
     json: Path | None = None,
     picture: Path | None = None,
+    global_batch: int = 0,
     config: RunOptions = RunConfig(),  # noqa: B008  frozen
     verbose: Verbose = False,
 ) -> int:
-    """Find the order of operators for a run without training, and print it.
+    """Find the order of operators for a run without training, and print it; with --global-batch,
+    find the layout of a job on a cluster instead, and print a run file.
 
     Parameters
     ----------
     run
         A TOML run file, or the name of a preset (demo, quickstart, llama-70b, llama-70b-pipeline).
     output
-        Write the plan to this file instead of standard output, for plan.file of a later run.
+        Write the plan to this file instead of standard output, for plan.file of a later run; with
+        --global-batch the run file.
     cluster
         Compute times for this cluster: a TOML file, or a preset (a40, a800, h100, h200). It takes
         the place of hardware.* and link.*, and is refused together with them or with --cost.
+        With --global-batch the number of devices stands behind it: h100x512.
     cost
         Times from this file, written by `interlace profile`, instead of computed ones.
     interpolate
@@ -41,9 +46,20 @@ def plan(
         Also write the plan with all figures to this file.
     picture
         Also draw the plan's timeline to this .png file.
+    global_batch
+        Sequences of a step, of all replicas: search how to split the job over the devices of
+        --cluster. Fields of [parallel], pipeline.schedule, train.micro_batch_size and
+        train.recompute that are not at their defaults are kept.
     verbose
         Show where an error came from.
     """
+    if global_batch:
+        from interlace.cli.strategy_command import plan_strategy  # noqa: PLC0415  starts faster
+
+        _refuse(cost=cost, interpolate=interpolate, picture=picture)
+        return plan_strategy(
+            config, cluster=cluster, global_batch=global_batch, output=output, json=json
+        )
     from interlace.train.planning import plan_command  # noqa: PLC0415  imports torch
 
     return plan_command(
@@ -55,3 +71,14 @@ def plan(
         json=json,
         picture=picture,
     )
+
+
+def _refuse(*, cost: Path | None, interpolate: bool, picture: Path | None) -> None:
+    """Options that say nothing about a search of layouts."""
+    for option, value in (("cost", cost), ("interpolate", interpolate), ("picture", picture)):
+        if value:
+            raise InputError(
+                f"--{option} and --global-batch cannot go together: layouts are compared by times "
+                "computed for --cluster",
+                hint=f"leave --{option} out; interlace simulate draws a layout",
+            )

@@ -48,10 +48,15 @@ def load_run_config(path: str, overrides: Mapping[str, str] = _NO_OVERRIDES) -> 
 
 def save_run_config(config: RunConfig, path: Path) -> None:
     """Write every field as TOML, so that `load_run_config` gives the same configuration again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(run_text(config), encoding="utf-8")
+
+
+def run_text(config: RunConfig) -> str:
+    """The same as text."""
     import tomli_w  # noqa: PLC0415  not on machines that only read run files
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tomli_w.dumps(config.as_dict()), encoding="utf-8")
+    return tomli_w.dumps(config.as_dict())
 
 
 def preset_files() -> dict[str, Path]:

@@ -5,6 +5,8 @@ Tracing:
 blocks.py             the stack of blocks of a module, and its shallow twin
 repeat.py             a deep module from the graphs of its twin
 periods.py            where the blocks of a twin are in its joint graph
+deep_forward.py       whether the whole forward treats all blocks as the twin's does
+joint.py              forward and backward in one graph, and what its inputs are
 trace.py              module + example inputs -> forward and backward graph
 trace_errors.py       which line of the user's code cannot be traced, and what to do
 torch_private.py      the only module that touches private torch APIs, but for those of FSDP2

@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from interlace.graphs.blocks import Stack
-from interlace.graphs.torch_private import Joint, input_of, tree_leaves
+from interlace.graphs.joint import Joint, input_of
+from interlace.graphs.torch_private import tree_leaves
 
 FIRST, SECOND = 1, 2
+_SMALL = 64
+"""Elements of the largest constant whose values are compared; a choice."""
 
 
 class PeriodsDifferError(Exception):
@@ -42,6 +45,7 @@ class Marks:
     def __init__(self, joint: Joint, stack: Stack) -> None:
         self._stack = stack
         self._block = re.compile(re.escape(stack.prefix) + r"(\d+)\.(.+)")
+        self.root = joint.root
         nodes = list(joint.graph.nodes)
         (self.loss, *self.gradients) = nodes[-1].args[0]
         self.layouts = [gradient.placements for gradient in joint.gradients]
@@ -178,12 +182,22 @@ def _check_reads(
 def _describe(marks: Marks, node: fx.Node) -> Any:
     """All of a node that must be alike in each period."""
     target = None if node.op == "placeholder" else node.target
+    if node.op == "get_attr":
+        target = _constant(getattr(marks.root, str(node.target)), node.target)
     place = marks.place[node]
     args, kwargs = (
         fx.node.map_arg(part, lambda source: _relative(marks, source, place))
         for part in (node.args, node.kwargs)
     )
     return node.op, target, args, kwargs, _form(node.meta.get("val"))
+
+
+def _constant(value: Any, name: Any) -> Any:
+    """What must be alike of a constant: of a small tensor its values, which code that runs for each
+    block makes anew each time; of anything else its name, which no other constant has."""
+    if isinstance(value, Tensor) and value.numel() <= _SMALL and type(value) is Tensor:
+        return _form(value), repr(value.tolist())
+    return name
 
 
 def _relative(marks: Marks, source: fx.Node, reader: Place) -> Place:

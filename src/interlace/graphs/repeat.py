@@ -16,6 +16,8 @@ from torch import Tensor, fx, nn
 
 from interlace.errors import InputError
 from interlace.graphs.blocks import Stack, find_stack, shallow
+from interlace.graphs.deep_forward import check_deep_forward
+from interlace.graphs.joint import GradientOf, Joint, input_of, set_input
 from interlace.graphs.periods import (
     FIRST,
     SECOND,
@@ -24,10 +26,13 @@ from interlace.graphs.periods import (
     Place,
     check_periods,
 )
-from interlace.graphs.torch_private import GradientOf, Joint, input_of, set_input
-from interlace.graphs.trace import ChunkGraphs, bind, trace_joint
+from interlace.graphs.torch_private import Forward
+from interlace.graphs.trace import ChunkGraphs, bind, trace_forward, trace_joint
 
 T = TypeVar("T")
+_WORTH = 2
+"""With `watch` a twin is captured if the module has so many times its blocks. Autograd takes about
+1.6 times as long to trace as Python to capture, so the twin pays off from 1.6 times on."""
 
 
 class Repeated(NamedTuple):
@@ -40,27 +45,46 @@ class Repeated(NamedTuple):
     """Why all blocks were traced, if they were."""
 
 
-def trace_repeated(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Repeated:
+def trace_repeated(
+    module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False
+) -> Repeated:
     """The graphs that `trace_chunk(module, example_inputs)` gives, node for node, for the cost of
     tracing a few blocks.
 
-    All blocks are traced after all if no period of them can stand for the others. Code around the
-    blocks must treat blocks of one kind alike: what it does for one in the middle by its number
-    cannot be seen. Raises InputError naming what could not be traced.
+    All blocks are traced after all if no period of them can stand for the others. Without `watch`,
+    code around the blocks must treat blocks of one kind alike: what it does for one in the middle
+    by its number is not seen. With `watch` the forward of the whole module is captured, and is
+    compared with that of a few blocks before their backward stands for all; the graphs know what it
+    read beside parameters and buffers. Raises InputError naming what could not be traced.
     """
     stack = find_stack(module)
+    deep = trace_forward(module, example_inputs, watch=True) if watch else None
+    reads = None if deep is None else deep.reads
     reason = ""
     if isinstance(stack, str):
         reason = stack
-    else:
+    elif deep is None or stack.depth >= _WORTH * stack.kept:
         try:
-            joint = repeat(trace_joint(shallow(module, stack), example_inputs), stack)
-            return Repeated(bind(joint), stack.depth - stack.kept, "")
+            joint = repeat(_joint_of_twin(module, stack, example_inputs, deep), stack)
+            return Repeated(bind(joint, reads), stack.depth - stack.kept, "")
         except PeriodsDifferError as why:
             reason = str(why)
         except InputError as why:  # if it is not for the missing blocks, the next line raises too
             reason = f"with {stack.kept} of its blocks, {why.message}"
-    return Repeated(bind(trace_joint(module, example_inputs)), 0, reason)
+    if deep is None:
+        deep = trace_forward(module, example_inputs)
+    return Repeated(bind(trace_joint(module, deep, example_inputs), reads), 0, reason)
+
+
+def _joint_of_twin(
+    module: nn.Module, stack: Stack, example_inputs: tuple[Tensor, ...], deep: Forward | None
+) -> Joint:
+    """The joint graph of a few blocks; if `deep`, the whole forward, is known, it is compared."""
+    twin = shallow(module, stack)
+    forward = trace_forward(twin, example_inputs)
+    if deep is not None:
+        check_deep_forward(deep.module, forward.module, stack)
+    return trace_joint(twin, forward, example_inputs)
 
 
 def repeat(joint: Joint, stack: Stack) -> Joint:

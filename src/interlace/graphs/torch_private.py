@@ -15,6 +15,7 @@ docs/new-torch.md says with which versions of torch it was tested.
     distributed.distributed_c10d._set_pg_timeout   how long a group that exists waits (before 2.14)
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
     distributed._functional_collectives.AsyncCollectiveTensor   what eager DTensor waits on
+    fx._lazy_graph_module._LazyGraphModule   graphs that nobody runs have no code written for them
     utils._python_dispatch.TorchDispatchMode, utils._pytree.*   seeing eager operators
     _ops.OpOverload                          an operator of a graph, on which a row can be kept
     _inductor.fx_passes.overlap_scheduling   PyTorch's overlap scheduler, a rival (from 2.13 on)
@@ -54,11 +55,13 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.graphs.capture_settings import capture_settings
+from interlace.graphs.joint import GradientOf, InputOf, Joint, set_input
 
 __all__ = [
     "GRADIENT_HOOKS",
@@ -66,13 +69,13 @@ __all__ = [
     "MODULE_ENTRIES",
     "MODULE_STATE",
     "AsyncCollectiveTensor",
-    "GradientOf",
-    "InputOf",
-    "Joint",
+    "Forward",
+    "LazyGraphModule",
     "OpOverload",
     "Reads",
     "TorchDispatchMode",
-    "capture",
+    "capture_forward",
+    "capture_joint",
     "compile_elementwise",
     "fake_tensor_mode",
     "global_hooks",
@@ -80,57 +83,28 @@ __all__ = [
     "hooks_of",
     "inductor_schedule",
     "init_fake_world",
-    "input_of",
     "min_cut_saved",
     "pipeline_runtime",
     "process_group",
     "set_group_timeout",
-    "set_input",
     "tree_leaves",
     "tree_map_only",
 ]
 
 
 @dataclass(frozen=True)
-class InputOf:
-    """What a placeholder stands for."""
+class Forward:
+    """A forward as Python runs it, before autograd."""
 
-    role: str
-    """`parameter`, `buffer`, `batch`, `tangent`, `mesh` or `saved`."""
-    target: str
-    """Qualified name of the parameter or buffer (of a mesh: its parameter), index of the batch
-    input, or empty."""
+    module: fx.GraphModule
+    reads: "Reads | None"
+    """What it read of Python, if that was asked for."""
 
 
-@dataclass(frozen=True)
-class GradientOf:
-    """What an output of a backward stands for."""
-
-    parameter: str
-    placements: tuple[Placement, ...] | None
-    """Layout of the gradient if the parameter is a DTensor; may be partial."""
-
-
-@dataclass(frozen=True)
-class Joint:
-    """A captured chunk: forward and backward in one graph, in the order in which they ran."""
-
-    graph: fx.Graph
-    """Returns the loss, then gradients."""
-    root: nn.Module
-    """Holds the constants of the graph."""
-    gradients: tuple[GradientOf, ...]
-    """What the outputs after the loss are."""
-    writes: tuple[tuple[InputOf, fx.Node], ...] = ()
-    """Inputs that the forward writes to, and the node with the value that each gets."""
-    reads: "Reads | None" = None
-    """What the forward read of Python, if that was asked for."""
-    results: tuple[fx.Node, ...] = ()
-    """The tensors that it gives beside the loss."""
-
-
-def capture(module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False) -> Joint:
-    """Trace `module(*example_inputs)`, a scalar loss or a tuple of it and of tensors that have no
+def capture_forward(
+    module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False
+) -> Forward:
+    """Capture `module(*example_inputs)`, a scalar loss or a tuple of it and of tensors that have no
     gradient. No collective runs, no memory is touched when the module holds fake tensors. `watch`
     keeps what was read of Python."""
     reads: list[Reads] = []
@@ -146,11 +120,17 @@ def capture(module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: boo
         if watch:  # guards can only be built inside the capture
             stack.enter_context(mock.patch.object(functional_export, "fullgraph_capture", watched))
         captured: Any = functional_export.dynamo_graph_capture_for_export(module)(*example_inputs)
+    return Forward(captured, reads[0] if reads else None)
+
+
+def capture_joint(forward: Forward, example_inputs: tuple[Tensor, ...]) -> Joint:
+    """A captured forward and its backward in one graph."""
     with ExitStack() as stack:
+        captured: Any = forward.module
         joint = aot_export_joint_with_descriptors(stack, captured, example_inputs)
     graph = joint.graph_module.graph
     for node in graph.find_nodes(op="placeholder"):
-        node.meta[_INPUT] = _described(node.meta["desc"])
+        set_input(node, _described(node.meta["desc"]))
     output = next(iter(graph.find_nodes(op="output")))
     pairs = list(zip(output.args[0], output.meta.pop("desc"), strict=True))
     writes = [
@@ -170,8 +150,7 @@ def capture(module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: boo
     gradients = tuple(gradient for _, gradient in found)
     described = zip(others, descriptors, strict=True)
     results = [node for node, desc in described if isinstance(desc, PlainAOTOutput)]
-    loaded = reads[0] if reads else None
-    return Joint(graph, joint.graph_module, gradients, tuple(writes), loaded, tuple(results))
+    return Joint(graph, joint.graph_module, gradients, tuple(writes), tuple(results))
 
 
 class Reads:
@@ -252,8 +231,6 @@ GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of a tensor that are false as long as no hook of autograd was put on it."""
 LOCAL_PARTS = ("_local_tensor", "_spec")
 """Attributes of a DTensor: this rank's part, and its layout."""
-_INPUT = "input_of"
-"""Key in the `meta` of a placeholder under which it says what it stands for."""
 
 
 def _gradient_layouts(joint: Any) -> dict[int, tuple[Placement, ...]]:
@@ -313,16 +290,6 @@ def min_cut_saved(
     with config.patch(options):
         _, backward = partitioners.min_cut_rematerialization_partition(joint, [], num_fwd_outputs=1)
     return frozenset(node.name for node in backward.graph.find_nodes(op="placeholder"))
-
-
-def input_of(placeholder: fx.Node) -> InputOf:
-    """What a placeholder of a captured graph, or of a part of one, stands for."""
-    return placeholder.meta.get(_INPUT) or InputOf("saved", placeholder.name)
-
-
-def set_input(placeholder: fx.Node, what: InputOf) -> None:
-    """Say what a placeholder stands for."""
-    placeholder.meta[_INPUT] = what
 
 
 def init_fake_world(world_size: int) -> None:

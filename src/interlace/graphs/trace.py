@@ -17,8 +17,15 @@ from torch.distributed.tensor import Placement
 
 from interlace.graphs.buffers import filled
 from interlace.graphs.capture_settings import without_fused_recurrence
+from interlace.graphs.joint import Joint, input_of
 from interlace.graphs.ragged import refuse_sizes
-from interlace.graphs.torch_private import Joint, Reads, capture, input_of
+from interlace.graphs.torch_private import (
+    Forward,
+    LazyGraphModule,
+    Reads,
+    capture_forward,
+    capture_joint,
+)
 from interlace.graphs.trace_errors import (
     explained,
     refuse_collectives,
@@ -130,18 +137,23 @@ def trace_chunk(
 
     Raises InputError naming what could not be traced.
     """
-    return bind(trace_joint(module, example_inputs, watch=watch))
+    forward = trace_forward(module, example_inputs, watch=watch)
+    return bind(trace_joint(module, forward, example_inputs), forward.reads)
 
 
-def trace_joint(
+def trace_forward(
     module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False
-) -> Joint:
-    """Forward and backward of `module(*example_inputs) -> scalar loss` in one graph.
-
-    Raises InputError naming what could not be traced.
-    """
+) -> Forward:
+    """`module(*example_inputs) -> scalar loss` as Python runs it. Raises InputError as
+    `trace_chunk` does."""
     with explained(module), without_fused_recurrence(module):
-        joint = capture(module, example_inputs, watch=watch)
+        return capture_forward(module, example_inputs, watch=watch)
+
+
+def trace_joint(module: nn.Module, forward: Forward, example_inputs: tuple[Tensor, ...]) -> Joint:
+    """Forward and backward of a module in one graph. Raises InputError as `trace_chunk` does."""
+    with explained(module), without_fused_recurrence(module):
+        joint = capture_joint(forward, example_inputs)
     refuse_writes(module, joint.writes)
     refuse_sparse(module, joint.graph)
     refuse_flex_attention(module, joint.graph)
@@ -181,8 +193,9 @@ def _same_value(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def bind(joint: Joint) -> ChunkGraphs:
-    """Cut a joint graph in two, drop nodes that compute nothing, and say what each input is."""
+def bind(joint: Joint, reads: Reads | None = None) -> ChunkGraphs:
+    """Cut a joint graph in two, drop nodes that compute nothing, and say what each input is.
+    `reads` is what the forward read beside parameters and buffers, if that is known."""
     for number, result in enumerate(joint.results):
         _mark_result(result, number)
     forward, backward = cut(joint.graph)
@@ -205,14 +218,14 @@ def bind(joint: Joint) -> ChunkGraphs:
     return ChunkGraphs(
         forward=StrandGraph(
             "forward",
-            fx.GraphModule(joint.root, forward),
+            LazyGraphModule(joint.root, forward),
             {n.name: _binding(n) for n in forward.nodes if n.op == "placeholder"},
         ),
-        backward=StrandGraph("backward", fx.GraphModule(joint.root, backward), bindings),
+        backward=StrandGraph("backward", LazyGraphModule(joint.root, backward), bindings),
         saved=saved,
         parameters=tuple(gradients),
         placements={name: placements for name, (_, placements) in gradients.items()},
-        reads=joint.reads,
+        reads=reads,
         results=len(joint.results),
     )
 

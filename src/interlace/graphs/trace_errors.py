@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from interlace.errors import InputError
 from interlace.graphs.collectives import TABLE, is_collective, is_wait, row_of, unknown
-from interlace.graphs.torch_private import InputOf
+from interlace.graphs.joint import InputOf
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 """Finds the lines of a Python trace that say where."""
@@ -22,9 +22,8 @@ _LIBRARY = Path(torch.__file__).parent
 """Where torch lies: lines in it are not the user's."""
 _SIDE_EFFECTS = "certain side effects happened in the model.forward"
 """What torch's message says when forward changed something outside."""
-_HARMLESS = ("._active_collector", ".config")
-"""Ends of sources that forwards of `transformers` write to: a variable that is put back, and the
-configuration, where classifiers note the kind of labels that they see, each time the same."""
+_COLLECTOR = "._active_collector"
+"""End of the source of a variable that forwards of `transformers` set and put back."""
 
 _NO_FLEX = (
     "FlexAttention is not traced: it would take operators of a graph that hold the function of its "
@@ -95,7 +94,7 @@ def explained(module: nn.Module) -> Iterator[None]:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-        elif changed := _changed(text):
+        elif changed := _changed(module, text):
             raise cannot_trace(
                 module,
                 f"forward changes Python state: {', '.join(changed)}",
@@ -225,11 +224,24 @@ def _hint(error: BaseException) -> str:
     return next((hint for words, hint in _HINTS if any(w in text for w in words)), _OTHER_HINT)
 
 
-def _changed(text: str) -> list[str]:
+def _changed(module: nn.Module, text: str) -> list[str]:
     """Sources that dynamo names, as paths of modules: `_modules['a']._modules['b']` is a.b. Without
-    those that are put back; the text itself if it names none."""
+    what `transformers` keeps there; the text itself if it names none."""
     sources = re.findall(r'"([^"]+)"', text)
     if not sources:
         return [text]
-    sources = [source for source in sources if not source.endswith(_HARMLESS)]
-    return [".".join(re.findall(r"_modules\['([^']+)'\]", source)) or source for source in sources]
+    paths = {source: ".".join(re.findall(r"_modules\['([^']+)'\]", source)) for source in sources}
+    return [
+        path or source
+        for source, path in paths.items()
+        if not source.endswith(_COLLECTOR) and not _notes_labels(module, source, path)
+    ]
+
+
+def _notes_labels(module: nn.Module, source: str, path: str) -> bool:
+    """Whether this is a configuration of `transformers`, in which classifiers note the kind of
+    labels that they see, each time the same."""
+    if not source.endswith(".config"):
+        return False
+    config = getattr(module.get_submodule(path), "config", None)
+    return any(kind.__module__.startswith("transformers.") for kind in type(config).__mro__)

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from interlace.graphs.buffers import written
+from interlace.graphs.torch_private import LazyGraphModule
 from interlace.graphs.trace import Binding, StrandGraph
 
 
@@ -73,7 +74,7 @@ class GraphWriter:
     def strand(self, name: str) -> StrandGraph:
         """The graph written so far, without outputs."""
         self.graph.output(())
-        return StrandGraph(name, fx.GraphModule(nn.Module(), self.graph), self.bindings)
+        return StrandGraph(name, LazyGraphModule(nn.Module(), self.graph), self.bindings)
 
 
 def erase_unused(nodes: Iterable[fx.Node]) -> None:

@@ -3,6 +3,7 @@
 `config` has a user's overrides (`hardware`, `link`), `measure.machine` the machine as it is.
 
 cluster.py         a cluster as a file: devices, links, times of collectives
+cluster_size.py    a cluster with the number of its devices: h100x512
 topology.py        hosts and the ports that join them, for resharding
 device_rates.py    what a class of GPU reaches of its data sheet in a long run
 link_rates.py      classes of links: latencies of a hop, switches that reduce

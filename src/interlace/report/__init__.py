@@ -20,5 +20,7 @@ pipeline_build.py    schedules of a pipeline compared, or one read, verified, wr
 pipeline_tables.py   their times, bubbles and memory by simulation
 pipeline_picture.py  one of them as a picture
 stage_tables.py      the plan of a pipeline: its ranks, and schedules on one model
+simulation_tables.py  a step simulated on a cluster as text, as JSON and as a Chrome trace
+strategy_tables.py   layouts of a job on a cluster, the best first, and what each technique gives
 searched_build.py    a pipeline searched for a model, beside the schedules of the package
 """

@@ -13,6 +13,7 @@ from torch import fx
 from interlace.graphs.data_parallel import gather_each
 from interlace.graphs.op_graphs import export, output_storages
 from interlace.graphs.parts import GraphPart
+from interlace.graphs.torch_private import LazyGraphModule
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.graph import OpGraph
 from interlace.parallel.data import DataLayout
@@ -56,7 +57,7 @@ def _gathered(part: GraphPart, data: DataLayout, chunk_of: dict[str, int]) -> Gr
     nodes: dict[fx.Node, fx.Node] = {}
     graph, old = fx.Graph(), part.strand
     graph.output(graph.graph_copy(old.graph, nodes))
-    copy = StrandGraph(old.name, fx.GraphModule(old.module, graph), dict(old.bindings))
+    copy = StrandGraph(old.name, LazyGraphModule(old.module, graph), dict(old.bindings))
     strand = gather_each(copy, data, chunk_of)
     outputs = tuple(nodes[node] for node in part.outputs)
     return replace(GraphPart.whole(strand), outputs=outputs, names=part.names)

@@ -229,17 +229,18 @@ def build_strands(
     """Trace `module(*example) -> loss`; gradients will be summed in `buffer_dtype`, and over the
     data-parallel ranks of `data`. A chunk with dropout takes seeds behind its batch.
 
-    `repeat` traces a few blocks and copies the others (`graphs.repeat`): for models whose code
-    treats blocks of one kind alike. `decompose` cuts collectives into sends under partial matmuls.
+    `repeat` traces a few blocks and copies the others (`graphs.repeat`): without `watch` for models
+    whose code treats blocks of one kind alike, with it for any. `decompose` cuts collectives into
+    sends under partial matmuls.
     Matmuls of the types in `wide_sums` are added to float32 buffers unrounded (`graphs.wide_sums`);
     without `fused_sums` no matmul adds to a buffer itself, as in autograd.
-    With `watch`, which excludes `repeat`, strands know what the forward read of Python.
+    With `watch` strands know what the forward read of Python.
     `groups` are weights under `fully_shard`, which `module` now has whole and without memory.
     """
     check_parameters(module)
     example = tuple(without_overlap(tensor) for tensor in example)
     if repeat:
-        chunk, _, reason = trace_repeated(module, example)
+        chunk, _, reason = trace_repeated(module, example, watch=watch)
     else:
         chunk, reason = trace_chunk(module, example, watch=watch), ""
     reads, wanted = chunk.reads, chunk.results

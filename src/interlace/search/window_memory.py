@@ -4,7 +4,7 @@ Which operator frees a value (its last reader, or the first to wait for a collec
 can only change between operators of the window, so only the window is counted again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.search.memory import Liveness
@@ -32,12 +32,16 @@ class WindowedMemory:
         self.values = values
         self.current = current
         self.bound = bound
+        self.readers = [
+            (*values.users[v], v) if v < values.count else tuple(values.users[v])
+            for v in range(len(values.size))
+        ]
+        """Operators that need each value, the one that makes it among them."""
         self.holders = [self._collectives_that_hold(v) for v in range(len(values.size))]
-        place = current.place.__getitem__
         self.kills: list[list[int]] = [[] for _ in range(values.count)]
         for value in range(len(values.size)):
             if not values.kept[value] and (value < values.count or values.users[value]):
-                self.kills[current.order[self._freed_at(value, place)]].append(value)
+                self.kills[current.order[self._freed_at(value)]].append(value)
         self.during = self._count(values.start, current.order, dict(enumerate(self.kills)))
         self.excess = sum(max(0, used - bound) for used in self.during)
 
@@ -57,19 +61,19 @@ class WindowedMemory:
 
     def attempt(self, low: int, window: Sequence[int]) -> MemoryChange:
         """The change if the operators from position `low` on were replaced by `window`."""
-        moved = {i: position for position, i in enumerate(window, low)}
-        place = self.current.place
-
-        def position_of(i: int) -> int:
-            return moved[i] if i in moved else place[i]
-
+        place, order = self.current.place, self.current.order
+        high = low + len(window)
+        for position, i in enumerate(window, low):
+            place[i] = position
         kills: dict[int, list[int]] = {i: [] for i in window}
         for i in window:
             for value in self.kills[i]:
-                kills[window[self._freed_at(value, position_of) - low]].append(value)
+                kills[window[self._freed_at(value) - low]].append(value)
+        for position in range(low, high):
+            place[order[position]] = position
         before = self.during[low] - self.values.size[self.current.order[low]]
         during = self._count(before, window, kills)
-        old = self.during[low : low + len(window)]
+        old = self.during[low:high]
         bound = self.bound
         excess = sum([used - bound for used in during if used > bound])
         excess -= sum([used - bound for used in old if used > bound])
@@ -101,11 +105,10 @@ class WindowedMemory:
         readers = [c for c in values.users[value] if values.collectives[c]]
         return [values.users[c] for c in readers if values.users[c]]
 
-    def _freed_at(self, value: int, place: Callable[[int], int]) -> int:
+    def _freed_at(self, value: int) -> int:
         """Position of the operator after which a value is freed."""
-        last = place(value) if value < self.values.count else -1
-        for user in self.values.users[value]:
-            last = max(last, place(user))
+        place = self.current.place
+        last = max([place[reader] for reader in self.readers[value]], default=-1)
         for users in self.holders[value]:
-            last = max(last, min(map(place, users)))
+            last = max(last, min([place[user] for user in users]))
         return last

@@ -1,0 +1,122 @@
+"""A simulated step as people read it, as JSON and as a Chrome trace."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from interlace.ir.timeline import Timeline
+from interlace.report.chrome import trace_events, trace_gz
+from interlace.strategy.chunk_cuts import split_names
+from interlace.strategy.expected_error import expected_error
+from interlace.strategy.rank_memory import MemoryParts
+from interlace.strategy.simulated_job import SimulatedJob
+from interlace.text import aligned, number, percent
+
+_GIB = 2**30
+_RANK_HEADER = ("stage", "ranks", "layers", "compute s", "waits s", "memory GiB")
+_LANE_HEADER = ("lane", "busy s", "exposed s", "hidden")
+
+
+def simulation_summary(found: SimulatedJob) -> str:
+    """The step in one line, its communication by lane, its stages, memory, and how sure it is."""
+    layout = found.layout
+    lines = [
+        f"{found.config.model.architecture}, {found.job.parameters / 1e9:.1f}B parameters, on "
+        f"{layout.ranks} ranks of {found.cluster.name}: {layout.text}",
+        f"schedule {layout.schedule}, {layout.micro_batches} micro-batches of {layout.micro_batch} "
+        f"x {found.job.sequence} tokens on each of {layout.replicas} replicas, recompute "
+        f"{layout.recompute}",
+        "",
+        f"step {number(found.seconds)} s, {found.tokens_per_s:,.0f} tokens/s, MFU "
+        f"{percent(found.mfu)}, HFU {percent(found.hfu)}",
+        f"waiting for other stages {percent(found.bubble)} of all ranks' time; ends of the step "
+        f"{percent(found.ends_s / found.seconds)}",
+        "",
+        _lanes(found),
+        "",
+        _stages(found),
+        "",
+        f"memory of the rank that needs most: {memory_line(found.peak)}",
+    ]
+    if not found.fits:
+        lines.append(
+            f"it does not fit: a device of {found.cluster.name} has "
+            f"{found.cluster.memory_gib:.1f} GiB"
+        )
+    lines.append(expected_error(found.cluster, found.layout.schedule).text)
+    return "\n".join(lines)
+
+
+def memory_line(parts: MemoryParts) -> str:
+    """`71.0 GiB (weights 2.2, masters 4.5, ...)`."""
+    named = ", ".join(f"{n} {b / _GIB:.1f}" for n, b in parts.parts().items() if b > 0)
+    return f"{parts.total / _GIB:.1f} GiB ({named})"
+
+
+def simulation_data(found: SimulatedJob) -> dict[str, Any]:
+    """The same for a JSON file."""
+    layout = found.layout
+    return {
+        "cluster": found.cluster.name,
+        "ranks": layout.ranks,
+        "layout": {name: getattr(layout, name) for name in layout.__slots__},
+        "split_at": list(split_names(found.cuts)),
+        "step_s": found.seconds,
+        "tokens_per_s": found.tokens_per_s,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "bubble": found.bubble,
+        "ends_s": found.ends_s,
+        "exposed_s": dict(found.exposed_s),
+        "communication_s": dict(found.communication_s),
+        "memory_bytes": [each.parts() | {"total": each.total} for each in found.memory],
+        "fits": found.fits,
+        "expected_error": expected_error(found.cluster, layout.schedule).share,
+    }
+
+
+def trace_bytes(found: SimulatedJob, *, compressed: bool) -> bytes:
+    """A Chrome trace: a process for one rank of each stage, and one for each kind of action with
+    its operators."""
+    timelines: dict[str, Mapping[int, Timeline]] = {
+        "simulated": {timeline.rank: timeline for timeline in found.step.timelines}
+    }
+    for name, timeline in found.phases.items():
+        timelines[f"operators of {name}"] = {0: timeline}
+    if compressed:
+        return trace_gz(timelines)
+    text = {"traceEvents": list(trace_events(timelines)), "displayTimeUnit": "ms"}
+    return json.dumps(text, separators=(",", ":")).encode()
+
+
+def _lanes(found: SimulatedJob) -> str:
+    rows = []
+    for lane, busy in found.communication_s.items():
+        if busy > 0:
+            exposed = found.exposed_s.get(lane, 0.0)
+            hidden = percent(max(0.0, 1 - exposed / busy))
+            rows.append((lane, number(busy), number(exposed), hidden))
+    if not rows:
+        return "no collectives"
+    return aligned(_LANE_HEADER, rows, text_columns=1)
+
+
+def _stages(found: SimulatedJob) -> str:
+    layout, step = found.layout, found.step
+    each = layout.ranks // layout.pipeline
+    layers = [0] * layout.pipeline
+    ends = (*found.cuts[1:], found.job.layers)
+    for begin, end, rank in zip(found.cuts, ends, found.rank_of, strict=True):
+        layers[rank] += end - begin
+    rows = [
+        (
+            str(stage),
+            f"{stage * each} to {(stage + 1) * each - 1}",
+            str(layers[stage]),
+            number((step.step_ns - bubble) / 1e9),
+            number(bubble / 1e9),
+            f"{found.memory[stage].total / _GIB:.1f}",
+        )
+        for stage, bubble in enumerate(step.bubble_ns)
+    ]
+    return aligned(_RANK_HEADER, rows, text_columns=2)

@@ -1,0 +1,17 @@
+"""How a job is split over the ranks of a cluster: simulated from shapes, and searched. Torch-free.
+
+job_layout.py       a run file as a layout and a job; what is refused
+job_links.py        collectives of a layout on a cluster: lanes, times, contention
+layer_operators.py  operators of layers as graphs with times
+pass_times.py       times of passes, alone and side by side, by simulation
+chunk_cuts.py       where chunks of a model begin
+rank_memory.py      peak memory of a rank by what holds it
+step_ends.py        what a rank does once a step: gathers, reductions, the optimizer
+simulated_job.py    a step of all ranks that differ
+expected_error.py   how far off that may be
+layout_space.py     all layouts that a run file may have on so many devices
+lower_bounds.py     times and memory that no simulation of a layout goes below
+steady_step.py      a long step from two shorter ones
+layout_search.py    the best layouts: bounds for all, simulation for the best few
+contributions.py    what each technique of a layout gives
+"""

@@ -1,0 +1,45 @@
+"""How far off a simulated step may be: what `interlace bench simulator` finds on published steps.
+
+The figures are the mean errors of rows that the fit did not see, with nothing fitted, of the source
+nearest to the device; `docs/concepts/simulation.md` has all of them. No row has two strands, ZB-V,
+folded or other schedules than 1F1B and its interleaved form, so the error of those is not known.
+"""
+
+from dataclasses import dataclass
+
+from interlace.hardware.cluster import Cluster
+
+ERRORS: dict[str, tuple[float, str]] = {
+    "A100": (0.074, "vTrain, A100-SXM"),
+    "H100": (0.153, "torchtitan, H100-96G"),
+    "B200": (0.060, "SimuMax, B200-SXM"),
+    "GH200": (0.581, "Sailor, GH200-96G"),
+}
+"""By class of GPU: error of held-out rows with nothing fitted, and of which source. torchtitan's
+rows are those of a program like the trainer's: PyTorch's own operators on H100."""
+_MEASURED = ("one_strand", "one_f_one_b", "interleaved", "gpipe")
+"""Schedules of published rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedError:
+    """What is known of the error."""
+
+    share: float | None
+    """None if no row was measured on such a device."""
+    text: str
+
+
+def expected_error(cluster: Cluster, schedule: str) -> ExpectedError:
+    """On a cluster, for a schedule."""
+    share, source = ERRORS.get(cluster.gpu, (None, ""))
+    if share is None:
+        text = "expected error: not known, no published step on such a device was compared"
+    else:
+        text = (
+            f"expected error: {100 * share:.0f} % of the step ({source}, interlace bench simulator)"
+        )
+    name = schedule.partition("(")[0]
+    if name not in _MEASURED:
+        text += f";\n  the gain of {name} was not held against published steps"
+    return ExpectedError(share, text)

@@ -1,0 +1,202 @@
+"""A run file as a job that can be simulated from shapes: which layout it has, and what is refused.
+
+Dense Llama and GPT models are known. Experts, context parallelism, decomposed collectives, stages
+of different layout, models of `transformers` and plain autograd are refused by name.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from interlace.config import Recompute, RunConfig
+from interlace.errors import InputError
+from interlace.hardware.step_job import StepJob
+from interlace.model_config import head_size_of
+from interlace.rules import check, resolve_layout
+
+BYTE_TOKENS = 256
+"""Tokens of the tokenizer `bytes`."""
+_RECOMPUTED = {"none": "none", "attention": "attention", "layer": "full"}
+"""What a step model calls each way of `train.recompute`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLayout:
+    """How a job is split over ranks, and in which order it runs."""
+
+    data_replicate: int = 1
+    data_shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    zero: Literal[1, 3] = 3
+    reduce: Literal["step", "micro_batch"] = "step"
+    schedule: str = "two_strand"
+    """Of several stages a pipeline's; of one stage `one_strand` or `two_strand`."""
+    micro_batch: int = 1
+    """Sequences of a micro-batch on a rank."""
+    micro_batches: int = 2
+    recompute: Recompute = "none"
+    tied_head: bool = False
+    """Whether the head is the embedding, of which one rank then has one."""
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that see other tokens."""
+        return self.data_replicate * self.data_shard
+
+    @property
+    def ranks(self) -> int:
+        """All of the job."""
+        return self.replicas * self.tensor * self.pipeline
+
+    @property
+    def gathers_each(self) -> bool:
+        """Whether weights are gathered in each pass."""
+        return self.zero == 3 and self.data_shard > 1
+
+    @property
+    def text(self) -> str:
+        """In one line, as tables have it."""
+        parts = [
+            f"{name} {size}"
+            for name, size in (
+                ("replicate", self.data_replicate),
+                ("shard", self.data_shard),
+                ("tensor", self.tensor),
+                ("pipeline", self.pipeline),
+            )
+            if size > 1
+        ]
+        if self.data_shard > 1:
+            parts.append(f"zero {self.zero}")
+        return ", ".join(parts) or "one rank"
+
+
+def layout_of(config: RunConfig, ranks: int = 0) -> JobLayout:
+    """The layout of a run on so many ranks; 0 for those that it asks for.
+
+    Raises InputError for what cannot be simulated, or does not fit the ranks."""
+    check(config)
+    refuse_unknown(config)
+    parallel = config.parallel
+    if ranks or parallel.data_shard != -1:
+        config = resolve_layout(config, ranks or _ranks_asked(config))
+        parallel = config.parallel
+    else:
+        raise InputError(
+            "parallel.data_shard = -1 takes all ranks that are left, and their number is not given",
+            hint="name a cluster of so many devices, as in --cluster h100x64",
+        )
+    alone = {"1": "one_strand", "2": "two_strand"}
+    schedule = config.pipeline.schedule if parallel.pipeline > 1 else alone[config.strands]
+    return JobLayout(
+        data_replicate=parallel.data_replicate,
+        data_shard=parallel.data_shard,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        zero=parallel.zero,
+        reduce=parallel.reduce,
+        schedule=schedule,
+        micro_batch=config.train.micro_batch_size,
+        micro_batches=config.train.micro_batches,
+        recompute=config.train.recompute,
+        tied_head=config.model.tied_head,
+    )
+
+
+def with_layout(config: RunConfig, layout: JobLayout, split_at: tuple[str, ...] = ()) -> RunConfig:
+    """The run laid out so; of a pipeline whose chunks begin with these sub-modules."""
+    staged = layout.pipeline > 1
+    parallel = replace(
+        config.parallel,
+        data_replicate=layout.data_replicate,
+        data_shard=layout.data_shard,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        zero=layout.zero,
+        reduce=layout.reduce,
+    )
+    train = replace(
+        config.train,
+        micro_batches=layout.micro_batches,
+        micro_batch_size=layout.micro_batch,
+        recompute=layout.recompute,
+    )
+    pipeline = (
+        replace(config.pipeline, schedule=layout.schedule, split_at=split_at)
+        if staged
+        else type(config.pipeline)()
+    )
+    strands: Literal["1", "2"] = "1" if layout.schedule == "one_strand" else "2"
+    return replace(config, strands=strands, parallel=parallel, pipeline=pipeline, train=train)
+
+
+def refuse_unknown(config: RunConfig) -> None:
+    """Raise InputError for what times of shapes do not describe."""
+    model, parallel = config.model, config.parallel
+    gives_layers = model.source == "interlace" and model.architecture in ("llama", "gpt")
+    hint = "plan it from its traced graphs: interlace plan, without --global-batch"
+    for name, value, known in (
+        ("model.source", model.source, model.source == "interlace"),
+        ("model.architecture", model.architecture, gives_layers),
+        ("parallel.context", parallel.context, parallel.context == 1),
+        ("parallel.expert", parallel.expert, parallel.expert == 1),
+        ("overlap.decompose", config.overlap.decompose, config.overlap.decompose == "off"),
+        ("pipeline.stages", list(config.pipeline.stages), not config.pipeline.stages),
+        ("plan.file", config.plan.file, not config.plan.file),
+        ("strands", config.strands, config.strands != "eager"),
+        ("train.recompute", config.train.recompute, config.train.recompute in _RECOMPUTED),
+        ("train.dtype", config.train.dtype, config.train.dtype == "bfloat16"),
+        ("train.reduce_dtype", config.train.reduce_dtype, config.train.reduce_dtype == "float32"),
+    ):
+        if not known:
+            raise InputError(
+                f"{name} = {value!r} is not known to the simulation from shapes",
+                hint='set train.dtype to "bfloat16"' if name == "train.dtype" else hint,
+            )
+    if head_size_of(model) * model.heads != model.width:
+        raise InputError(
+            f"model.head_size = {head_size_of(model)} x model.heads = {model.heads} is not "
+            f"model.width = {model.width}, and the simulation from shapes knows no other",
+            hint=hint,
+        )
+
+
+def vocabulary_rows(config: RunConfig, tensor: int) -> int:
+    """Rows of the embedding. Raises InputError where only the tokenizer knows them."""
+    rows = config.model.vocab_size
+    if not rows:
+        if config.data.tokenizer != "bytes":
+            raise InputError(
+                f"model.vocab_size = 0 takes that of data.tokenizer = {config.data.tokenizer!r}",
+                hint="set model.vocab_size",
+            )
+        rows = -(-BYTE_TOKENS // tensor) * tensor
+    return rows
+
+
+def step_job(config: RunConfig, layout: JobLayout) -> StepJob:
+    """The job in the words of `hardware.step_model`: operators run one by one, with PyTorch's own
+    fused attention (FlashAttention 2), and gradients are summed in float32."""
+    model = config.model
+    return StepJob(
+        layers=model.layers,
+        hidden=model.width,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        ffn=model.ffn_width,
+        vocab=vocabulary_rows(config, layout.tensor),
+        sequence=config.data.sequence_length,
+        micro_batch=layout.micro_batch,
+        micro_batches=layout.micro_batches,
+        gated=model.architecture == "llama",
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        data=layout.replicas,
+        attention="flash2",
+        fused_operators=False,
+    )
+
+
+def _ranks_asked(config: RunConfig) -> int:
+    parallel = config.parallel
+    return parallel.data_replicate * parallel.data_shard * parallel.tensor * parallel.pipeline

@@ -1,0 +1,142 @@
+"""All layouts of a job on so many devices that a run file may have.
+
+A field of the run file that is not at its default is kept: `--parallel.tensor 8` leaves the rest to
+the search. Tensor ranks stay within a host. Of schedules that differ in memory alone the one that
+takes less is listed (1F1B, not GPipe).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from interlace.config import ParallelConfig, PipelineConfig, RunConfig, TrainConfig
+from interlace.errors import InputError
+from interlace.hardware.cluster import Cluster
+from interlace.strategy.job_layout import JobLayout, refuse_unknown
+
+ONE_CHUNK = ("one_f_one_b", "eager_one_f_one_b", "zb_h1")
+TWO_CHUNKS = ("zb_v", "folded", "eager_folded", "dual_pipe_v", "stp")
+MOST_CHUNKS = 8
+"""Chunks of a rank in `interleaved`, at most: a choice."""
+LARGEST_MICRO_BATCH = 16
+"""Sequences: a choice, as more fill a GPU no better."""
+_RECOMPUTE: tuple[Literal["none", "attention", "layer"], ...] = ("none", "attention", "layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSpace:
+    """What is searched."""
+
+    config: RunConfig
+    cluster: Cluster
+    devices: int
+    global_batch: int
+    """Sequences of a step, of all replicas."""
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise InputError(
+                f"--global-batch {self.global_batch} is no number of sequences", hint="1 or more"
+            )
+        refuse_unknown(self.config)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Fields of the run file that stay as they are, by name."""
+        parallel, train = self.config.parallel, self.config.train
+        usual, plain = ParallelConfig(), TrainConfig()
+        found: dict[str, Any] = {
+            name: getattr(parallel, name)
+            for name in ("data_replicate", "data_shard", "tensor", "pipeline", "zero", "reduce")
+            if getattr(parallel, name) not in (getattr(usual, name), -1)
+        }
+        if self.config.pipeline.schedule != PipelineConfig().schedule:
+            found["schedule"] = self.config.pipeline.schedule
+        if train.recompute != plain.recompute:
+            found["recompute"] = train.recompute
+        if train.micro_batch_size != plain.micro_batch_size:
+            found["micro_batch"] = train.micro_batch_size
+        if self.config.strands == "1":
+            found["schedule"] = "one_strand"
+        return found
+
+    def layouts(self) -> Iterator[JobLayout]:
+        """All of them, the plainest first."""
+        for tensor in self._of("tensor", self._tensor_degrees()):
+            for pipeline in self._of("pipeline", _divisors(self.devices // tensor)):
+                if pipeline > self.config.model.layers or self.devices % (tensor * pipeline):
+                    continue
+                replicas = self.devices // (tensor * pipeline)
+                if self.global_batch % replicas == 0:
+                    yield from self._dealt(tensor, pipeline, replicas)
+
+    def _dealt(self, tensor: int, pipeline: int, replicas: int) -> Iterator[JobLayout]:
+        share = self.global_batch // replicas
+        for micro_batch in self._of("micro_batch", _divisors(share)):
+            if micro_batch > LARGEST_MICRO_BATCH and "micro_batch" not in self.kept:
+                continue
+            if share % micro_batch:
+                continue
+            count = share // micro_batch
+            for schedule in self._of("schedule", self._schedules(pipeline, count)):
+                for shared in self._shared(replicas, pipeline):
+                    for recompute in self._of("recompute", _RECOMPUTE):
+                        yield replace(
+                            shared,
+                            tensor=tensor,
+                            pipeline=pipeline,
+                            schedule=schedule,
+                            micro_batch=micro_batch,
+                            micro_batches=count,
+                            recompute=recompute,
+                            tied_head=self.config.model.tied_head,
+                        )
+
+    def _shared(self, replicas: int, pipeline: int) -> Iterator[JobLayout]:
+        """Ways to share weights over replicas: shards of a few sizes, by ZeRO-1 and ZeRO-3."""
+        sizes = [size for size in _divisors(replicas) if _is_round(size, replicas)]
+        for shard in self._of("data_shard", sizes):
+            if replicas % shard:
+                continue
+            replicate = replicas // shard
+            if self.kept.get("data_replicate", replicate) != replicate:
+                continue
+            for zero in self._of("zero", (1, 3) if shard > 1 else (3,)):
+                each = zero == 3 and shard > 1 and pipeline == 1
+                for reduce in self._of("reduce", ("step", "micro_batch") if each else ("step",)):
+                    yield JobLayout(
+                        data_replicate=replicate, data_shard=shard, zero=zero, reduce=reduce
+                    )
+
+    def _schedules(self, pipeline: int, micro_batches: int) -> tuple[str, ...]:
+        if pipeline == 1:
+            return ("one_strand", "two_strand") if micro_batches > 1 else ("one_strand",)
+        each = self.config.model.layers // pipeline
+        found = [*ONE_CHUNK, *(TWO_CHUNKS if each >= 2 else ())]
+        if micro_batches % pipeline == 0:  # other numbers leave holes in its groups
+            chunks = [c for c in _divisors(each) if 2 <= c <= MOST_CHUNKS]
+            found += [f"interleaved(chunks={c})" for c in chunks]
+        return tuple(found)
+
+    def _tensor_degrees(self) -> list[int]:
+        """Those that split the model."""
+        model, length = self.config.model, self.config.data.sequence_length
+        return [
+            t
+            for t in _divisors(self.devices)
+            if t <= self.cluster.devices_per_host
+            and not any(n % t for n in (model.heads, model.ffn_width, length, model.vocab_size))
+            and (model.kv_heads % t == 0 or t % model.kv_heads == 0)
+        ]
+
+    def _of(self, name: str, values: Any) -> tuple[Any, ...]:
+        return (self.kept[name],) if name in self.kept else tuple(values)
+
+
+def _is_round(size: int, replicas: int) -> bool:
+    """Powers of eight, and all: between these, times change little."""
+    return size in (1, 8, 64, 512, replicas)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

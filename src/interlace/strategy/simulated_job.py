@@ -1,0 +1,270 @@
+"""One configuration of the trainer on a cluster, simulated: all ranks that differ, action by
+action.
+
+Ranks of a stage do the same at the same time, so one of each stage is simulated: its actions in the
+order of the schedule and its messages by `sim.pipeline_step`, with times of passes from
+`pass_times`. Before and behind the actions lies what data-parallel ranks exchange once a step, and
+the optimizer, which begins everywhere when the norm of all gradients is known.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from interlace.config import RunConfig
+from interlace.hardware.cluster import Cluster
+from interlace.hardware.step_job import StepJob
+from interlace.ir.actions import Action, Direction, Share
+from interlace.ir.graph import Kind
+from interlace.ir.stage_messages import chain, chunks_of
+from interlace.ir.timeline import Timeline
+from interlace.schedules.finder import find
+from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, PipelineStep, simulate_pipeline
+from interlace.strategy.chunk_cuts import chunk_shapes, even_cuts, given_cuts
+from interlace.strategy.job_layout import JobLayout, step_job
+from interlace.strategy.job_links import STAGE, JobLinks
+from interlace.strategy.layer_operators import LayerOperators
+from interlace.strategy.pass_times import NOTHING, ChunkShape, PassCost, PassTimes
+from interlace.strategy.rank_memory import MemoryParts, kept_bytes, late_bytes, rank_memory, rank_parameters
+from interlace.strategy.step_ends import StepEnds, ends_of, with_ends
+
+Actions = tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True)
+class SimulatedJob:
+    """What a step would be."""
+
+    config: RunConfig
+    cluster: Cluster
+    layout: JobLayout
+    job: StepJob
+    cuts: tuple[int, ...]
+    """The first layer of each chunk."""
+    actions: Actions
+    """By stage."""
+    step: PipelineStep
+    """One rank of each stage, with the exchanges at both ends and the optimizer."""
+    ends_s: float
+    """What lies around the actions: exchanges once a step that nothing hides, the optimizer, and
+    waiting for it; the mean of all ranks."""
+    exposed_s: Mapping[str, float]
+    """By lane: time in which a rank waits for it, the mean of all ranks."""
+    communication_s: Mapping[str, float]
+    """By lane: time in which it is busy, the mean of all ranks."""
+    memory: tuple[MemoryParts, ...]
+    """By stage."""
+    phases: Mapping[str, Timeline]
+    """Operators of each kind of action, of a few layers."""
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The stage of each chunk."""
+        on = chunks_of(self.actions)
+        return tuple(on[chunk] for chunk in sorted(on))
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.step.step_ns / 1e9
+
+    @property
+    def mfu(self) -> float:
+        """Arithmetic of the model over what all devices could do; attention as a full square."""
+        return self.job.model_flops / self._could_do
+
+    @property
+    def hfu(self) -> float:
+        """The same with what is computed again."""
+        return (self.job.model_flops + self._again_flops) / self._could_do
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        tokens = self.job.tokens * self.job.micro_batches * self.job.data
+        return tokens / self.seconds
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time in which they wait for another stage."""
+        return max(0.0, self.step.bubble_fraction - self.ends_s / self.seconds)
+
+    @property
+    def peak(self) -> MemoryParts:
+        """Of the rank that needs the most."""
+        return max(self.memory, key=lambda each: each.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has so much."""
+        return self.peak.total <= self.cluster.memory_gib * 2**30
+
+    @property
+    def _could_do(self) -> float:
+        return self.seconds * self.job.ranks * self.cluster.peak_tflops * 1e12
+
+    @property
+    def _again_flops(self) -> float:
+        job, tokens = self.job, float(self.job.tokens * self.job.micro_batches * self.job.data)
+        attention = 4.0 * job.layers * job.hidden * job.sequence * tokens
+        linear = 2.0 * job.layers * (job.layer_parameters - 4 * job.hidden) * tokens
+        recompute = self.layout.recompute
+        return {"attention": attention, "layer": attention + linear}.get(recompute, 0.0)
+
+
+@dataclass(frozen=True)
+class JobParts:
+    """What of a job does not depend on its schedule; shared between layouts that have it alike."""
+
+    job: StepJob
+    links: JobLinks
+    times: PassTimes
+
+
+def parts_of(
+    config: RunConfig, cluster: Cluster, layout: JobLayout, *, side_by_side: bool = True
+) -> JobParts:
+    """Raises InputError if the cluster has fewer devices, or shapes do not fit."""
+    job, links = step_job(config, layout), JobLinks(cluster, layout)
+    assert links.places
+    operators = LayerOperators(job, links, config.parallel.bucket_mib * 2**20)
+    return JobParts(job, links, PassTimes(operators, side_by_side=side_by_side))
+
+
+def simulate_job(
+    config: RunConfig, cluster: Cluster, layout: JobLayout, parts: JobParts | None = None
+) -> SimulatedJob:
+    """Simulate a step. `parts` are those of another layout that shares them.
+
+    Raises InputError for a schedule that does not run so, or a model too small for it."""
+    parts = parts or parts_of(config, cluster, layout)
+    job, links, times = parts.job, parts.links, parts.times
+    actions = schedule_actions(layout.schedule, layout.pipeline, layout.micro_batches)
+    counts, first = _phases(actions)
+    cuts = cuts_of(config, layout, job, 1 + max(chunks_of(actions)))
+    shapes = chunk_shapes(cuts, job.layers)
+    costs = {name: times.of(a.slots, shapes) for name, a in first.items()}
+    step = simulate_pipeline(actions, _pipeline_costs(parts, layout, shapes, costs))
+    memory = _memory(job, layout, actions, shapes, step)
+    ends = [
+        ends_of(
+            links, times, layout, shapes, [c for c, on in chunks_of(actions).items() if on == r]
+        )
+        for r in range(layout.pipeline)
+    ]
+    exposed, busy = _communication(counts, costs, ends)
+    whole = with_ends(step, ends)
+    return SimulatedJob(
+        config=config,
+        cluster=cluster,
+        layout=layout,
+        job=job,
+        cuts=cuts,
+        actions=actions,
+        step=whole,
+        ends_s=(whole.step_ns - step.step_ns) / 1e9,
+        exposed_s=exposed,
+        communication_s=busy,
+        memory=memory,
+        phases={name: times.shown(a.slots, shapes) for name, a in sorted(first.items())},
+    )
+
+
+@lru_cache(maxsize=64)
+def schedule_actions(name: str, ranks: int, micro_batches: int) -> Actions:
+    """The actions of all ranks. Raises InputError if the schedule does not run so."""
+    return find(name).of_ranks(ranks, micro_batches)
+
+
+def cuts_of(config: RunConfig, layout: JobLayout, job: StepJob, chunks: int) -> tuple[int, ...]:
+    """The first layer of each chunk: those that the run file names, or even ones."""
+    given = config.pipeline.split_at
+    if given and config.parallel.pipeline == layout.pipeline:
+        return given_cuts(given, job.layers, chunks)
+    return even_cuts(job.layers, chunks, job.vocab * job.hidden / job.layer_parameters)
+
+
+def _pipeline_costs(
+    parts: JobParts,
+    layout: JobLayout,
+    shapes: Mapping[int, ChunkShape],
+    costs: Mapping[str, PassCost],
+) -> PipelineCosts:
+    times, job = parts.times, parts.job
+
+    def ns(direction: Direction, share: Share, shape: ChunkShape) -> int:
+        return round(times.of_passes(((direction, share, shape),)).ns)
+
+    found = []
+    for shape in (shapes[number] for number in sorted(shapes)):
+        whole = ns(Direction.BACKWARD, Share.WHOLE, shape)
+        weight = ns(Direction.BACKWARD, Share.WEIGHT, shape)
+        kept = kept_bytes(job, layout) * shape.layers
+        found.append(
+            ChunkCosts(
+                forward_ns=ns(Direction.FORWARD, Share.WHOLE, shape),
+                input_ns=max(0, whole - weight),
+                weight_ns=weight,
+                saved_bytes=round(kept),
+                kept_bytes=round(late_bytes(job, layout) * shape.layers),
+            )
+        )
+    # What stages hand over is split along the sequence by tensor ranks.
+    size = 2.0 * job.tokens * job.hidden / job.tensor
+    hop = round(1e9 * parts.links.seconds(STAGE, Kind.SEND, size)) if layout.pipeline > 1 else 0
+    return PipelineCosts(
+        chunks=found,
+        pairs_ns={name: round(cost.ns) for name, cost in costs.items() if "+" in name},
+        messages_ns=dict.fromkeys(chain(len(found)), hop),
+    )
+
+
+def _memory(
+    job: StepJob,
+    layout: JobLayout,
+    actions: Actions,
+    shapes: Mapping[int, ChunkShape],
+    step: PipelineStep,
+) -> tuple[MemoryParts, ...]:
+    on, count = chunks_of(actions), len(shapes)
+    found = []
+    for rank in range(layout.pipeline):
+        own = [chunk for chunk in shapes if on[chunk] == rank]
+        layers = sum(shapes[chunk].layers for chunk in own)
+        last = count - 1 in own
+        parameters = rank_parameters(job, layout, layers, first=0 in own, last=last)
+        kept = float(step.peak_bytes[rank])
+        if layout.pipeline == 1:  # two strands fill and drain the same memory
+            kept = kept_bytes(job, layout) * job.layers
+        found.append(rank_memory(job, layout, parameters, kept, last=last))
+    return tuple(found)
+
+
+def _phases(actions: Actions) -> tuple[list[Counter[str]], dict[str, Action]]:
+    """How often each rank runs each phase, and an action of each."""
+    counts: list[Counter[str]] = []
+    first: dict[str, Action] = {}
+    for own in actions:
+        counts.append(Counter())
+        for action in own:
+            phase = action.phase
+            counts[-1][phase] += 1
+            first.setdefault(phase, action)
+    return counts, first
+
+
+def _communication(
+    counts: Sequence[Counter[str]], costs: Mapping[str, PassCost], ends: Sequence[StepEnds]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(exposed, busy) seconds by lane, the mean of all stages."""
+    total = NOTHING
+    for own, end in zip(counts, ends, strict=True):
+        for phase in sorted(own):
+            total = total.plus(costs[phase], own[phase])
+        total += end.as_time
+    ranks = len(counts)
+    return (
+        {lane: ns / ranks / 1e9 for lane, ns in total.exposed.items()},
+        {lane: ns / ranks / 1e9 for lane, ns in total.communication.items()},
+    )

@@ -1,0 +1,54 @@
+"""The step of many micro-batches from two steps of fewer, which is what a search looks at first.
+
+A pipeline that is full repeats itself, so that each further round of as many micro-batches as there
+are stages takes as long as the last one. Steps of a few rounds and of one more are simulated whole.
+What a rank keeps at most does not grow with the number of micro-batches by then.
+"""
+
+from dataclasses import dataclass, replace
+
+from interlace.config import RunConfig
+from interlace.hardware.cluster import Cluster
+from interlace.strategy.job_layout import JobLayout
+from interlace.strategy.lower_bounds import interleaves
+from interlace.strategy.rank_memory import MemoryParts
+from interlace.strategy.simulated_job import JobParts, simulate_job
+
+ROUNDS, ROUNDS_INTERLEAVED = 2, 4
+"""Rounds, of a micro-batch for each stage, behind which a step of one strand and one of two is in
+its stride: the least with which steps of 64 micro-batches on 4 stages come out exactly."""
+
+LEAST = 16
+"""Micro-batches at least, for pipelines of few stages: a choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyStep:
+    """A layout as a search ranks it."""
+
+    layout: JobLayout
+    step_ns: int
+    peak: MemoryParts
+    """Of the rank that needs the most."""
+
+
+def steady_step(
+    config: RunConfig, cluster: Cluster, layout: JobLayout, parts: JobParts
+) -> SteadyStep:
+    """Raises InputError as `simulate_job`."""
+    stages, count = layout.pipeline, layout.micro_batches
+
+    def of(micro_batches: int) -> tuple[int, MemoryParts]:
+        some = replace(layout, micro_batches=micro_batches)
+        found = simulate_job(config, cluster, some, parts)
+        return found.step.step_ns, found.peak
+
+    rounds = ROUNDS_INTERLEAVED if interleaves(layout) else ROUNDS
+    few = max(LEAST, rounds * stages)
+    more = few + stages
+    if count <= few + more:
+        step_ns, peak = of(count)
+        return SteadyStep(layout, step_ns, peak)
+    (first_ns, _), (step_ns, peak) = of(few), of(more)
+    each = (step_ns - first_ns) / (more - few)
+    return SteadyStep(layout, round(step_ns + (count - more) * each), peak)

@@ -1,0 +1,81 @@
+"""`interlace simulate` as a user types it: text, files, and what is wrong."""
+
+import json
+
+import pytest
+
+from interlace.__main__ import main
+
+RUN = """
+[model]
+layers = 8
+width = 1024
+heads = 8
+kv_heads = 8
+ffn_width = 4096
+vocab_size = 32000
+[parallel]
+tensor = 4
+pipeline = 4
+[pipeline]
+schedule = "folded"
+[data]
+sequence_length = 2048
+[train]
+micro_batches = 8
+micro_batch_size = 1
+dtype = "bfloat16"
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    return file
+
+
+def test_all_that_is_written(run_file, tmp_path, capsys):
+    files = {name: tmp_path / name for name in ("trace.json", "picture.png", "data.json")}
+    trace, picture, data = files.values()
+    arguments = ["--cluster", "h100", "--trace", str(trace), "--picture", str(picture)]
+    assert main(["simulate", str(run_file), *arguments, "--json", str(data)]) == 0
+    out = capsys.readouterr().out
+    assert "on 16 ranks of h100: tensor 4, pipeline 4" in out
+    assert "MFU" in out
+    assert "expected error: 15 %" in out
+    assert "the gain of folded was not held against published steps" in out
+    figures = json.loads(data.read_text())
+    assert figures["ranks"] == 16
+    assert figures["fits"] is True
+    assert len(figures["memory_bytes"]) == 4
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {f"simulated, rank {rank}" for rank in range(4)} <= names
+    assert any(name.startswith("operators of forward_") for name in names)
+    longest = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
+    assert longest == pytest.approx(1e6 * figures["step_s"], rel=1e-6)
+
+
+def test_what_is_wrong(run_file, capsys):
+    """A cluster that is not known, devices that do not fit, a model that does not."""
+    for cluster, message in (
+        ("h10", "there is no cluster 'h10'"),
+        ("h100x8", "the layout needs 16 ranks"),
+        ("h100x15", "do not fill hosts"),
+    ):
+        assert main(["simulate", str(run_file), "--cluster", cluster]) == 2
+        assert message in capsys.readouterr().err
+    wide = [
+        "--model.layers",
+        "64",
+        "--model.width",
+        "32768",
+        "--model.heads",
+        "256",
+        "--model.kv_heads",
+        "256",
+    ]
+    assert main(["simulate", str(run_file), "--cluster", "h100", *wide]) == 0
+    assert "it does not fit" in capsys.readouterr().out

@@ -1,0 +1,189 @@
+"""compile_step traces a few of many equal blocks, unless the forward of the whole module treats one
+of them in another way."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_repeat import Block, differences
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import interlace
+from interlace.config import PlanConfig
+from interlace.graphs.repeat import trace_repeated
+from interlace.graphs.torch_private import init_fake_world
+from interlace.graphs.trace import trace_chunk
+from interlace.runtime.mesh_axes import axis_of_group
+
+DEPTH, TWIN = 12, 5
+"""Blocks of each module, and blocks of a twin with periods of one block."""
+DESCRIBED = PlanConfig(cluster="h100")
+Around = Callable[["Net", int, list[Tensor]], Tensor]
+"""What code does in place of calling the block of that number, given the input of the first block
+and the outputs of all blocks so far."""
+
+
+class Net(nn.Module):
+    """Blocks, and the code around them."""
+
+    def __init__(self, around: Around, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.around = around
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.blocks = nn.ModuleList(Block(i, 8, scaled=False) for i in range(depth))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        seen = [self.first(x)]
+        for i in range(len(self.blocks)):
+            seen.append(self.around(self, i, seen))
+        return (self.last(seen[-1]) - y).square().mean()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(4, 8), torch.randn(4, 1)
+
+
+def recomputed(net: Net, i: int, seen: list[Tensor]) -> Tensor:
+    return checkpoint(net.blocks[i], seen[-1], use_reentrant=False)  # type: ignore[return-value]
+
+
+def cast(net: Net, i: int, seen: list[Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return net.blocks[i](seen[-1])
+
+
+def unseen(net: Net, i: int, seen: list[Tensor]) -> Tensor:
+    with torch.no_grad():
+        return net.blocks[i](seen[-1])
+
+
+ALIKE: dict[str, Around] = {
+    "plain": lambda net, i, seen: net.blocks[i](seen[-1]),
+    "around each": lambda net, i, seen: seen[-1] * 0.5 + net.blocks[i](seen[-1].relu()) * net.scale,
+    "what came first": lambda net, i, seen: net.blocks[i](seen[-1]) + seen[0],
+    "recomputed": recomputed,
+    "autocast": cast,
+    "only the last": lambda net, i, seen: (
+        net.blocks[i](seen[-1]) * (1.0 if i < len(net.blocks) - 1 else 0.25)
+    ),
+    "only the first": lambda net, i, seen: net.blocks[i](seen[-1] if i else seen[-1] * 2.0),
+}
+
+
+@pytest.mark.parametrize("around", ALIKE.values(), ids=ALIKE)
+def test_equal_blocks_are_copied(around: Around) -> None:
+    """The graphs are those of tracing all blocks, and know what was read of all."""
+    net = Net(around)
+    found = trace_repeated(net, batch(), watch=True)
+    assert (found.copied, found.reason) == (DEPTH - TWIN, "")
+    assert differences(found.chunk, trace_chunk(net, batch()), {}) == []
+    assert found.chunk.reads is not None
+    assert found.chunk.reads.hold()
+    net.blocks[6].norm.eps = 0.1
+    assert "eps" in found.chunk.reads.broken()
+
+
+def plainly(net: Net, i: int, seen: list[Tensor]) -> Tensor:
+    return net.blocks[i](seen[-1])
+
+
+def only(number: int, other: Around) -> Around:
+    """A way around the blocks that is another one for one of them."""
+    return lambda net, i, seen: (other if i == number else plainly)(net, i, seen)
+
+
+DIFFERENT: dict[str, tuple[Around, str]] = {
+    "a factor": (only(6, lambda net, i, seen: 2.0 * net.blocks[i](seen[-1])), "operators"),
+    "factors by number": (
+        lambda net, i, seen: net.blocks[i](seen[-1]) * (1.0 + (i == 6)),
+        "is not like",
+    ),
+    "a skip": (lambda net, i, seen: net.blocks[i](seen[-1]) + seen[3 if i == 7 else 0], "not"),
+    "another way in": (only(6, lambda net, i, seen: net.blocks[i](seen[0])), "is not like"),
+    "left out": (only(6, lambda net, i, seen: seen[-1]), "operators"),
+    "run twice": (
+        only(6, lambda net, i, seen: net.blocks[i](net.blocks[i](seen[-1]))),
+        "operators",
+    ),
+    "another order": (
+        lambda net, i, seen: net.blocks[{6: 7, 7: 6}.get(i, i)](seen[-1]),
+        "is not like",
+    ),
+    "no gradient": (only(6, unseen), "operators"),
+    "autocast": (only(6, cast), "operators"),
+    "recomputed": (only(6, recomputed), "operators"),
+}
+
+
+@pytest.mark.parametrize(("around", "reason"), DIFFERENT.values(), ids=DIFFERENT)
+def test_one_block_that_is_treated_in_another_way(around: Around, reason: str) -> None:
+    """No twin of 5 blocks meets block 6 of 12, so all blocks are traced."""
+    net = Net(around)
+    found = trace_repeated(net, batch(), watch=True)
+    assert found.copied == 0
+    assert reason in found.reason
+
+
+def test_a_hook_of_one_block() -> None:
+    net = Net(plainly)
+    net.blocks[6].register_forward_hook(lambda module, args, result: result * 2.0)
+    assert trace_repeated(net, batch(), watch=True).copied == 0
+
+
+def test_blocks_over_ranks() -> None:
+    """Tensor-parallel blocks, whose hooks take a mesh that was first seen in block 0."""
+    init_fake_world(2)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        net = Net(plainly)
+        for block in net.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        found = trace_repeated(net, batch(), watch=True)
+        assert (found.copied, found.reason) == (DEPTH - TWIN, "")
+        assert differences(found.chunk, trace_chunk(net, batch()), axis_of_group(mesh)) == []
+    finally:
+        dist.destroy_process_group()
+
+
+def test_few_blocks_are_traced_without_a_twin() -> None:
+    found = trace_repeated(Net(plainly, depth=2 * TWIN - 1), batch(), watch=True)
+    assert (found.copied, found.reason) == (0, "")
+
+
+def test_a_language_model_of_transformers() -> None:
+    """Its blocks are copied, also where each makes a cache of its own; loss and gradients are those
+    of eager PyTorch."""
+    config = LlamaConfig(
+        num_hidden_layers=DEPTH, hidden_size=16, intermediate_size=24, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+
+    def loss_fn(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), labels.flatten())
+
+    micro = [(torch.randint(0, 32, (2, 8)), torch.randint(0, 32, (2, 8))) for _ in range(2)]
+    step = interlace.compile_step(model, loss_fn, micro[0], config=DESCRIBED)
+    assert step.strands.measured.not_repeated == ""
+    assert any("layers.6." in name for name in step.strands.parameters)
+    loss = step(micro)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    losses = [loss_fn(model, *each) for each in micro]
+    torch.stack(losses).mean().backward()
+    torch.testing.assert_close(loss, torch.stack(losses).mean().detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)

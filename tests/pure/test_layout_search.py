@@ -1,0 +1,203 @@
+"""What the search of layouts proposes is the best there is, fits, and is a run file that runs."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from interlace.config import DataConfig, ParallelConfig, RunConfig, TrainConfig, world_of
+from interlace.errors import InputError
+from interlace.hardware.cluster_size import load_sized_cluster
+from interlace.model_config import ModelConfig
+from interlace.report.strategy_tables import strategy_data, strategy_summary
+from interlace.rules import check, resolve_layout
+from interlace.strategy.contributions import contributions
+from interlace.strategy.expected_error import ERRORS
+from interlace.strategy.job_layout import layout_of, with_layout
+from interlace.strategy.layout_search import SPARE, search_layouts
+from interlace.strategy.layout_space import LayoutSpace
+from interlace.strategy.lower_bounds import Bounds
+from interlace.strategy.simulated_job import simulate_job
+from interlace.strategy.steady_step import steady_step
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "cpu" / "simulator.json"
+LLAMA = RunConfig(
+    model=ModelConfig(
+        layers=16, width=4096, heads=32, kv_heads=8, ffn_width=14336, vocab_size=32000
+    ),
+    data=DataConfig(sequence_length=4096),
+    train=TrainConfig(dtype="bfloat16"),
+)
+
+
+def space_of(config=LLAMA, cluster="a100-80x16", global_batch=64):
+    on, devices = load_sized_cluster(cluster)
+    return LayoutSpace(config=config, cluster=on, devices=devices, global_batch=global_batch)
+
+
+def with_kept(config=LLAMA, **parallel):
+    return replace(config, parallel=replace(config.parallel, **parallel))
+
+
+def test_the_chosen_is_as_good_as_the_best_of_all():
+    """Every layout of a small space that fits, simulated whole."""
+    recompute = replace(LLAMA.train, recompute="attention")
+    space = space_of(replace(with_kept(zero=1, tensor=2), train=recompute), global_batch=16)
+    found = search_layouts(space)
+    assert found.exhaustive
+    bounds, room = Bounds(space.config, space.cluster), (1 - SPARE) * 80e9
+    steps, tried = [], 0
+    for layout in space.layouts():
+        parts = bounds.parts(layout)
+        try:
+            if bounds.least_bytes(layout, room) > room:
+                continue
+            one = simulate_job(space.config, space.cluster, layout, parts)
+        except InputError:
+            continue
+        tried += 1
+        steps.append(one.seconds)
+    assert tried > 60 > found.simulated
+    assert found.best[0].seconds <= 1.02 * min(steps)
+    assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
+
+
+def test_bounds_are_below_simulations():
+    """Of times, and about those of memory."""
+    space = space_of(cluster="h100x32", global_batch=128)
+    bounds = Bounds(space.config, space.cluster)
+    layouts = random.Random(3).sample(list(space.layouts()), 60)
+    checked = 0
+    for layout in layouts:
+        try:
+            found = simulate_job(space.config, space.cluster, layout, bounds.parts(layout))
+        except InputError:
+            continue
+        checked += 1
+        assert bounds.least_ns(layout) <= 1.02 * found.step.step_ns, layout
+        assert bounds.least_bytes(layout, float("inf")) <= 1.05 * found.peak.total, layout
+        if layout.micro_batches > 8:
+            steady = steady_step(space.config, space.cluster, layout, bounds.parts(layout))
+            assert steady.step_ns == pytest.approx(found.step.step_ns, rel=0.03), layout
+    assert checked > 40
+
+
+def random_space(draw):
+    heads = draw.choice([2, 4, 6, 8])
+    kv_heads = draw.choice([k for k in (1, 2, heads) if heads % k == 0])
+    model = ModelConfig(
+        architecture=draw.choice(["llama", "gpt"]),
+        layers=draw.choice([1, 2, 3, 4, 7, 8]),
+        width=heads * draw.choice([8, 16]),
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_width=draw.choice([32, 48, 96]),
+        vocab_size=draw.choice([256, 300, 512]),
+    )
+    config = RunConfig(
+        model=model,
+        data=DataConfig(sequence_length=draw.choice([16, 32, 48])),
+        train=TrainConfig(dtype="bfloat16"),
+    )
+    devices = draw.choice([1, 2, 4, 8, 16])
+    return space_of(config, f"a100-80x{devices}", draw.choice([4, 12, 16, 24]))
+
+
+def test_what_is_proposed_keeps_the_rules():
+    """200 tiny models: layouts of their spaces are run files that `rules.check` accepts, on all
+    devices, with the whole batch, and that read back."""
+    draw, proposed = random.Random(7), 0
+    for _ in range(200):
+        space = random_space(draw)
+        layouts = list(space.layouts())
+        for layout in draw.sample(layouts, min(5, len(layouts))):
+            config = with_layout(space.config, layout)
+            check(config)
+            resolve_layout(config, space.devices)
+            assert world_of(config.parallel) == space.devices
+            assert layout.replicas * layout.micro_batch * layout.micro_batches == space.global_batch
+            assert layout_of(config) == layout
+            proposed += 1
+    assert proposed > 600
+
+
+def test_runs_of_searches_keep_the_rules():
+    """The same of what a search chooses, with where chunks begin."""
+    draw = random.Random(11)
+    for _ in range(12):
+        space = random_space(draw)
+        try:
+            run = search_layouts(space).run()
+        except InputError as error:
+            assert "cannot be dealt" in error.message  # noqa: PT017  names what is wrong
+            continue
+        check(resolve_layout(run, space.devices))
+        assert len(run.pipeline.split_at) + 1 == max(1, len(run.pipeline.split_at) + 1)
+
+
+def test_what_is_given_is_kept():
+    config = replace(
+        with_kept(tensor=4, pipeline=2), train=TrainConfig(dtype="bfloat16", recompute="layer")
+    )
+    space = space_of(config)
+    assert space.kept == {"tensor": 4, "pipeline": 2, "recompute": "layer"}
+    found = search_layouts(space)
+    assert {(e.layout.tensor, e.layout.pipeline, e.layout.recompute) for e in found.best} == {
+        (4, 2, "layer")
+    }
+
+
+def test_it_says_do_not_where_two_strands_gain_nothing():
+    """Replicas on one host that exchange once a step have nothing to hide in a pass."""
+    config = with_kept(data_replicate=8, zero=1)
+    found = search_layouts(space_of(config, "a100-80x8", 64))
+    assert found.gain < 0.01
+    assert found.chosen.layout.schedule == "one_strand"
+    assert found.run().strands == "1"
+    assert "two strands: do not" in strategy_summary(found, ())
+
+
+def test_summary_and_data():
+    """Each technique of the chosen layout is turned off, and none makes the step shorter by more
+    than noise unless it saves memory."""
+    found = search_layouts(space_of())
+    parts = contributions(found.chosen)
+    assert parts
+    text = strategy_summary(found, parts)
+    assert "expected error: 7 % of the step (vTrain, A100-SXM" in text
+    for each in parts:
+        assert each.technique in text
+        assert each.why_not or not each.fits or each.seconds > 0.97 * found.chosen.seconds
+    data = json.loads(json.dumps(strategy_data(found, parts)))
+    assert data["chosen"]["step_s"] == found.chosen.seconds
+    assert len(data["best"]) == len(found.best) <= 10
+
+
+@pytest.mark.parametrize(
+    ("config", "cluster", "batch", "named"),
+    [
+        (LLAMA, "h100x256", 7, "cannot be dealt to replicas on 256 devices"),
+        (LLAMA, "h100x16", 0, "--global-batch 0"),
+        (with_kept(tensor=3), "h100x16", 16, "tensor = 3"),
+        (
+            replace(LLAMA, model=replace(LLAMA.model, layers=2000)),
+            "v100x8",
+            8,
+            "does not fit on 8 devices of v100: the least found is",
+        ),
+        (replace(LLAMA, parallel=ParallelConfig(context=2)), "h100x8", 8, "parallel.context"),
+    ],
+)
+def test_what_is_wrong_is_named(config, cluster, batch, named):
+    with pytest.raises(InputError, match=named):
+        search_layouts(space_of(config, cluster, batch))
+
+
+def test_the_expected_error_is_that_of_the_bench():
+    """Held-out rows with nothing fitted, in the record of `interlace bench simulator`."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    held_out = {r["case"]: r["baseline"] for r in rows if r["metric"] == "held_out_error"}
+    for share, source in ERRORS.values():
+        assert held_out[source] == pytest.approx(share, abs=0.001)
