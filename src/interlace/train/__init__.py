@@ -17,6 +17,7 @@ loop.py           the loop, and what it writes
 compare.py        the same first steps under each runner
 fallback.py       whether the plan wins on the real machine
 expert_load.py    how evenly tokens are dealt to experts
+renewal.py        a plan made again when the load of experts drifts
 proof.py          whether the plan hid what it said it would
 same_run.py       what the ranks of a run must hold alike
 checkpointer.py   when checkpoints are written, and which one is taken up
