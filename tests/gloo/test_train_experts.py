@@ -11,6 +11,8 @@ from interlace.checkpoint.manifest import BUFFERS
 from interlace.checkpoint.tensor_files import CheckpointReader, whole_tensor
 from interlace.checkpoint.to_hugging_face import export_checkpoint, sound_manifest
 from interlace.report.build import build_report
+from interlace.train.renewal import STEPS as DRIFT_STEPS
+from interlace.train.renewal import Drift
 
 STEPS, SAVED = 4, 2
 COMMON: dict[str, Any] = {
@@ -158,10 +160,41 @@ def test_biases_of_routers_move_with_the_load_of_all_ranks(runs: Runs) -> None:
     assert 2 <= moved.abs().max().round() <= STEPS
 
 
+def test_a_plan_is_made_again_when_the_load_drifts(runs: Runs) -> None:
+    """With the bits of a run without plans, and between two steps of all ranks."""
+    steps = {"train__steps": 2 * DRIFT_STEPS + 2, "checkpoint__every": 0}
+    runs.train("kept", 2, **TWO | steps | {"strands": "1"})
+    runs.train("renewed", 2, **TWO | steps | {"train__renew_plan_at": 1e-6, "plan__search": "list"})
+    assert numbers(runs, "renewed") == numbers(runs, "kept")
+    (renewed,) = runs.events("renewed", "renewal")
+    assert renewed["step"] == 2 * DRIFT_STEPS
+    loads = [event["expert_imbalance"] for event in runs.events("renewed", "step")]
+    first, last = loads[:DRIFT_STEPS], loads[DRIFT_STEPS : 2 * DRIFT_STEPS]
+    assert renewed["load_before"] == pytest.approx(sum(first) / DRIFT_STEPS)
+    assert renewed["load"] == pytest.approx(sum(last) / DRIFT_STEPS)
+    assert not runs.events("kept", "renewal")
+    assert build_report(runs.folder / "renewed")[0].exists()
+
+
+def test_drift_is_that_of_the_mean_of_some_steps() -> None:
+    drift = Drift(0.1)
+    assert [drift.add(2.0) for _ in range(2 * DRIFT_STEPS)] == [None] * 2 * DRIFT_STEPS
+    found = [drift.add(2.5) for _ in range(DRIFT_STEPS)]
+    (moved,) = [each for each in found if each is not None]
+    assert moved[0] == 2
+    assert moved[1] > 2.2
+    assert [Drift(0).add(load) for load in range(3 * DRIFT_STEPS)] == [None] * 3 * DRIFT_STEPS
+
+
 def test_what_does_not_go_together_is_refused_with_its_numbers(runs: Runs) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"parallel__data_shard": 3, "parallel__expert": 3}, "count = 4 experts cannot be dealt"),
         ({"parallel__expert": 2}, "does not fit into the 1 ranks"),
+        (
+            TWO | {"train__renew_plan_at": 0.3, "plan__cluster": "laptop"},
+            "and plan.cluster = 'laptop'",
+        ),
+        (STAGED | {"train__renew_plan_at": 0.3}, "and parallel.pipeline = 2"),
         (
             {
                 "strands": "2",

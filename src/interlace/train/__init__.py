@@ -18,6 +18,7 @@ compare.py        the same first steps under each runner
 gradient_check.py  one step against eager PyTorch, before training
 fallback.py       whether the plan wins on the real machine
 expert_load.py    how evenly tokens are dealt to experts
+renewal.py        a plan made again when the load of experts drifts
 proof.py          whether the plan hid what it said it would
 same_run.py       what the ranks of a run must hold alike
 checkpointer.py   when checkpoints are written, and which one is taken up

@@ -47,6 +47,7 @@ from interlace.step import Draws, Step
 from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.fully_sharded import FullyShardedRunner, sharded_twin
 from interlace.train.optimizer import build_optimizer, build_schedule
+from interlace.train.renewal import check_renewal
 from interlace.train.session import (
     DECOMPOSED_MODES,
     DTYPES,
@@ -68,13 +69,19 @@ SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
 def open_session(config: RunConfig) -> Session:
     """Build everything up to and including the plan. Collective; the process group exists."""
     setup, twin = _open(config)
-    runners = _runners(setup, twin)
+    runners, graphs = _runners(setup, twin)
     if setup.stages is not None:
         setup.weights.free_others()
     # Not before: the weights of a stage are known when the model has been cut.
     optimizer = build_optimizer(setup.weights.parameters, setup.config.optimizer)
     schedule = build_schedule(optimizer, setup.config.optimizer, setup.config.train.steps)
-    return Session(**vars(setup), optimizer=optimizer, schedule=schedule, runners=runners)
+    return Session(
+        **vars(setup),
+        optimizer=optimizer,
+        schedule=schedule,
+        runners=runners,
+        compiled=graphs,
+    )
 
 
 def open_graphs(config: RunConfig) -> tuple[Setup, Compilation, Constants]:
@@ -94,6 +101,7 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     find(config.pipeline.schedule)  # refused before a model is built
     rank, world_size = dist.get_rank(), dist.get_world_size()
     given, config = config, published_shape(config)
+    check_renewal(config)
     if rank == 0 and (overridden := overridden_shape(given, config)):
         print(overridden, file=sys.stderr, flush=True)
     asked = resolve_layout(config, world_size)
@@ -203,16 +211,19 @@ def _say_if_rounded(setup: Setup) -> None:
         )
 
 
-def _runners(setup: Setup, twin: nn.Module | None) -> dict[Mode, StepRunner]:
-    """Every way to run a step that the run file asks for."""
+def _runners(
+    setup: Setup, twin: nn.Module | None
+) -> tuple[dict[Mode, StepRunner], tuple[Compilation, Constants] | None]:
+    """Every way to run a step that the run file asks for, and what plans of strands are made
+    from."""
     if setup.stages is not None:
-        return {setup.config.strands: _pipeline(setup, setup.stages)}
+        return {setup.config.strands: _pipeline(setup, setup.stages)}, None
     modes = modes_of(setup.config)
     runners: dict[Mode, StepRunner] = {}
     if "eager" in modes:
         runners["eager"] = _eager_runner(setup, twin)
     if modes == {"eager"}:
-        return runners
+        return runners, None
     strands = 1 if setup.config.strands == "1" else 2
     compilation, constants = _trace(
         setup,
@@ -229,7 +240,7 @@ def _runners(setup: Setup, twin: nn.Module | None) -> dict[Mode, StepRunner]:
             costs, draws = compilation.tables.get(graphs.digest), _draws(setup)
             made[key] = planned_step(setup.weights, graphs, plan, constants, draws, costs)
         runners[mode] = made[key]
-    return runners
+    return runners, (compilation, constants)
 
 
 def _pipeline(setup: Setup, groups: StageGroups) -> Step:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.compiled import Compilation, Constants
 from interlace.config import Mode, RunConfig, parse_rate
 from interlace.data.batches import Batches, Dataset
 from interlace.errors import InputError, RunError
@@ -183,8 +184,11 @@ class Session(Setup):
 
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
-    runners: Mapping[Mode, StepRunner]
+    runners: dict[Mode, StepRunner]
     """By mode; at least that of `config.strands`."""
+    compiled: tuple[Compilation, Constants] | None = None
+    """What plans of strands were made from, and what stands for the inputs of their graphs; None in
+    a pipeline, and without strands."""
 
     @property
     def constant_bytes(self) -> int:
