@@ -1,11 +1,11 @@
 """Recipes of torchtitan with interleaved micro-batches: all of an optimizer step at once.
 
     torchrun --nproc_per_node 8 -m torchtitan.train --module interlace.torchtitan \
-        --config llama3_8b --training.global_batch_size 32
+        --config llama3_8b --training.local_batch_size 1 --training.global_batch_size 32
 
 torchtitan asks this module for a function of the name given by `--config`. It finds the recipe of
 that name in torchtitan (or `package.module.function`, your own), changes what a traced step does
-not know (`interleaved`), and torchtitan builds an `TitanTrainer`. Trainer draws the
+not know (`interleaved`), and torchtitan builds a `TitanTrainer`. Trainer draws the
 micro-batches of a step (its gradient accumulation) and calls `forward_backward_step` for one after
 the other. Here the first of these calls runs them all, in the planned order, and the others give
 the losses that are known by then. Clipping, optimizer, logs, checkpoints and validation are
@@ -23,8 +23,10 @@ from torch.nn import functional as F
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.models import _supported_models
+from torchtitan.models.common import dist_gemm
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -201,8 +203,9 @@ def interleaved(recipe: Trainer.Config) -> TitanTrainer.Config:
     """`recipe` for `TitanTrainer`, with what a traced step needs, which is logged:
 
     attention by `PackedAttention`, the loss on all logits at once, the layout `partial_dtensor`, no
-    activation checkpoints, no CUDA graphs. What the command line sets comes later, and is refused
-    if it is unknown. Changes `recipe`. Raises InputError for a recipe of a trainer of its own."""
+    activation checkpoints, no torch.compile, no CUDA graphs. What the command line sets comes
+    later, and is refused if it is unknown. Changes `recipe`. Raises InputError for a recipe of a
+    trainer of its own."""
     if type(recipe) is not Trainer.Config:
         raise InputError(
             f"the recipe is a {type(recipe).__qualname__}, not one of torchtitan's Trainer",
@@ -223,6 +226,9 @@ def interleaved(recipe: Trainer.Config) -> TitanTrainer.Config:
     if recipe.activation_checkpoint is not None:
         recipe.activation_checkpoint = None
         changed.append("activation_checkpoint: none")
+    if recipe.compile.enable:
+        recipe.compile.enable = False
+        changed.append("compile.enable: False")
     if recipe.parallelism.spmd_backend != _BACKEND:
         recipe.parallelism.spmd_backend = _BACKEND
         changed.append(f"parallelism.spmd_backend: {_BACKEND}")
@@ -266,8 +272,7 @@ def _refuse_unknown(config: Trainer.Config) -> None:
         raise InputError(
             "interleaved micro-batches do not go together with activation_checkpoint: "
             + type(config.activation_checkpoint).__qualname__,
-            hint="leave activation-checkpoint:... out of the command; the limit of memory is one "
-            "of the plan",
+            hint="set it to none, and choose a smaller training.local_batch_size",
         )
     if isinstance(config.loss, ChunkedLossWrapper.Config):
         raise InputError(
@@ -294,6 +299,12 @@ def _refuse_model(model: Any) -> None:
             "the model has experts, and torchtitan's are not traced",
             hint="take a dense model; interlace train has experts of its own",
         )
+    for name, found, _, _ in model.traverse(Module.Config):
+        if found._owner.__module__ == dist_gemm.__name__:
+            raise InputError(
+                f"{name} is {type(found).__qualname__}, which communicates inside of its matmuls",
+                hint='leave tp_gemm_backend="dist_gemm" out of model_registry',
+            )
     if model._owner.get_attention_masks is not Decoder.get_attention_masks:
         raise InputError(
             f"{model._owner.__qualname__} has attention masks of its own",

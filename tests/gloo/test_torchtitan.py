@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 STEPS = 3
 CASES: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"plain": {}},
+    1: {"plain": {}, "qwen3": {"model": "qwen3"}},
     2: {
         "sharded": {},
         "replicas": {
@@ -29,7 +29,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {"both": {"parallelism.tensor_parallel_degree": 2}},
 }
-"""By the number of ranks: what is set in the debug recipe of Llama 3."""
+"""By the number of ranks: what is set in the debug recipe of a model."""
 
 
 def trained(kind: Any, config: Any) -> tuple[list[tuple[float, float]], list[Tensor]]:
@@ -87,10 +87,12 @@ def refused(folder: str) -> dict[str, str]:
         found[name] = _error(lambda config=config: config.build())
     from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
     from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel_dist_gemm
 
     plain = recipe(folder)
     found["stock"] = _error(lambda: TitanTrainer(plain))
     found["mixture"] = _error(lambda: interleaved(deepseek_v3_debugmodel()).build())
+    found["matmuls"] = _error(lambda: interleaved(llama3_debugmodel_dist_gemm()).build())
     found["windows"] = _error(lambda: interleaved(gpt_oss_debugmodel()).build())
     return found
 
@@ -106,6 +108,7 @@ REFUSED = {
     "one": "--training.global_batch_size",
     "stock": "spmd_backend",
     "mixture": "has experts",
+    "matmuls": "communicates inside of its matmuls",
     "windows": "has experts",
 }
 

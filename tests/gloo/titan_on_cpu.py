@@ -6,6 +6,7 @@ trainer that is compared with has `PackedAttention` as ours has, and is given a 
 cannot scale and sum at once, so FSDP2 is told to sum.
 """
 
+import importlib
 import logging
 import os
 import sys
@@ -130,12 +131,11 @@ def trainers(plan: Any) -> tuple[Any, Any]:
     return Stock, Ours
 
 
-def recipe(folder: str, **options: Any) -> Any:
-    """torchtitan's debug recipe of Llama 3: two layers, short sequences, data that are drawn."""
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel
-
+def recipe(folder: str, model: str = "llama3", **options: Any) -> Any:
+    """torchtitan's debug recipe of a model: two layers, short sequences, data that are drawn."""
+    recipes = importlib.import_module(f"torchtitan.models.{model}.config_registry")
     data, words = _parts()
-    config = llama3_debugmodel()
+    config = getattr(recipes, f"{model}_debugmodel")()
     config.dump_folder = folder
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     config.dataloader, config.tokenizer = data.Config(), words.Config()
