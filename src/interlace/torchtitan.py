@@ -299,7 +299,7 @@ def _refuse_model(model: Any) -> None:
             "the model has experts, and torchtitan's are not traced",
             hint="take a dense model; interlace train has experts of its own",
         )
-    for name, found, _, _ in model.traverse(Module.Config):
+    for name, found, _, _ in model.traverse(Module.Config, recurse=True):
         if found._owner.__module__ == dist_gemm.__name__:
             raise InputError(
                 f"{name} is {type(found).__qualname__}, which communicates inside of its matmuls",
