@@ -284,6 +284,12 @@ def _refuse_unknown(config: Trainer.Config) -> None:
             f"the model is a {type(model).__qualname__}, not a Decoder of torchtitan",
             hint="call compile_step in a loop of your own (docs/guides/own-model.md)",
         )
+    if model.enable_weight_tying and parallel.tensor_parallel_degree > 1:
+        raise InputError(
+            "the model ties its embedding to its head, and under tensor parallelism torchtitan "
+            "ties them behind FSDP2's back",
+            hint="set tensor_parallel_degree to 1, or enable_weight_tying to False",
+        )
     _refuse_model(model)
 
 

@@ -92,6 +92,9 @@ def refused(folder: str) -> dict[str, str]:
     plain = recipe(folder)
     found["stock"] = _error(lambda: TitanTrainer(plain))
     found["mixture"] = _error(lambda: interleaved(deepseek_v3_debugmodel()).build())
+    tied = interleaved(recipe(folder, "qwen3"))
+    tied.parallelism.tensor_parallel_degree = 2
+    found["tied"] = _error(tied.build)
     found["matmuls"] = _error(lambda: interleaved(llama3_debugmodel_dist_gemm()).build())
     found["windows"] = _error(lambda: interleaved(gpt_oss_debugmodel()).build())
     return found
@@ -108,6 +111,7 @@ REFUSED = {
     "one": "--training.global_batch_size",
     "stock": "spmd_backend",
     "mixture": "has experts",
+    "tied": "ties its embedding to its head",
     "matmuls": "communicates inside of its matmuls",
     "windows": "has experts",
 }
