@@ -10,6 +10,7 @@ bench/        measured claims, one file each
 pipelining/   the interface of torch.distributed.pipelining, both ways
 hf_trainer.py  the Trainer of transformers with interleaved micro-batches
 shaped_steps.py  a step for each shape of batches, compiled when it first comes
+torchtitan.py  recipes of torchtitan with interleaved micro-batches
 api.py        `compile_step`: an interlaced step of a user's own module
 train/        a training run: session, loop, runners, comparison, metrics
 checkpoint/   checkpoint folders on disk: written whole, checked, read on any mesh

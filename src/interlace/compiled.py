@@ -6,7 +6,7 @@ trace -> decompose -> share over data-parallel ranks      `trace_candidates` (ru
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -118,6 +118,15 @@ class Compilation:
         """Times, by digest of the graphs."""
         self._settings = settings
         self._times = times
+
+    def again(self, example: Batch) -> "Compilation":
+        """The same, without times: they are measured anew, on this micro-batch."""
+        times = self._times
+        assert isinstance(times, StartUpTimes)
+        plan = replace(times.plan, cache=False)
+        return Compilation(
+            self.candidates, self._settings, replace(times, example=example, plan=plan)
+        )
 
     def costs(self, strands: Strands) -> CostTable:
         """Times of these graphs, found when they are first asked for. Where a step's ends have

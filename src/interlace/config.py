@@ -148,6 +148,9 @@ class TrainConfig:
     """With `budget`: memory for the values that one micro-batch keeps for its backward."""
     reduce_dtype: Dtype = "float32"
     """Type in which data-parallel gradients are summed."""
+    renew_plan_at: float = 0.0
+    """Measure and plan again, between two steps, when the load of the busiest expert over the mean
+    has moved by more than this share since the plan was made, 0.3 say; 0 for never."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,16 @@ from interlace.api import compile_step
 from interlace.config import OverlapConfig, PlanConfig
 from interlace.errors import InputError
 from interlace.parallel.meshes import REPLICATE_AXIS
+from interlace.runtime.same_shapes import agree_on_shape
 from interlace.step import Step
 
 MOST_SHAPES = 8
 """Steps that are compiled at most, one for each shape of micro-batches."""
+_PADDING = (
+    'let the collator pad all to one length (padding="max_length"), and set '
+    "dataloader_drop_last=True"
+)
+"""Hint where micro-batches of a step have several shapes, on one rank or over ranks."""
 _COUNT = "micro_batches"
 _ITEMS = "num_items_in_batch"
 
@@ -106,16 +112,9 @@ class Interleaved:
         if items is not None:
             extra[_ITEMS] = torch.as_tensor(items, device=device)
         prepared = [{**trainer._prepare_inputs(dict(batch)), **extra} for batch in batches]
-        shapes = [_shape_of(each) for each in prepared]
-        if len(set(shapes)) > 1:
-            raise InputError(
-                f"the {len(batches)} micro-batches of a step have {len(set(shapes))} shapes: "
-                + " and ".join(_words(shape) for shape in dict.fromkeys(shapes)),
-                hint='let the collator pad all to one length (padding="max_length"), and set '
-                "dataloader_drop_last=True",
-            )
+        agree_on_shape(lambda: f"{len(prepared)} of {_words(_one_shape(prepared))}", hint=_PADDING)
         # An epoch may leave a single micro-batch for its last step.
-        step = self._step(shapes[0], prepared[0], min(self.strands, len(prepared)))
+        step = self._step(_shape_of(prepared[0]), prepared[0], min(self.strands, len(prepared)))
         step(prepared)
         return [result for (result,) in step.results]
 
@@ -209,6 +208,18 @@ def _replicas(device: torch.device) -> DeviceMesh | None:
         return None
     ranks = (dist.get_world_size(),)
     return init_device_mesh(device.type, ranks, mesh_dim_names=(REPLICATE_AXIS,))
+
+
+def _one_shape(batches: list[Batch]) -> Shape:
+    """The shape of all micro-batches of a step. Raises InputError if they have several."""
+    shapes = [_shape_of(each) for each in batches]
+    if len(set(shapes)) > 1:
+        raise InputError(
+            f"the {len(batches)} micro-batches of a step have {len(set(shapes))} shapes: "
+            + " and ".join(_words(shape) for shape in dict.fromkeys(shapes)),
+            hint=_PADDING,
+        )
+    return shapes[0]
 
 
 def _shape_of(batch: Batch) -> Shape:

@@ -192,11 +192,11 @@ def _check_experts(config: RunConfig) -> None:
             hint='set parallel.expert to 1, or model.source to "interlace": Mixtral, Qwen3-MoE and '
             "Phi-3.5-MoE checkpoints are read",
         )
-    if parallel.pipeline > 1:
+    if config.pipeline.stages:
         raise InputError(
-            f"{given} and parallel.pipeline = {parallel.pipeline}: experts are not dealt to the "
-            "ranks of a stage",
-            hint="set one of them to 1",
+            f"{given} and pipeline.stages = {list(config.pipeline.stages)}: experts are dealt to "
+            "ranks where all stages are laid out alike",
+            hint="set parallel.expert to 1, or leave pipeline.stages out",
         )
     if model.experts.count and model.experts.count % parallel.expert:
         raise InputError(

@@ -1,19 +1,17 @@
 """A step for each shape of batches, compiled when that shape first comes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.api import compile_step
 from interlace.config import OverlapConfig
-from interlace.errors import InputError, PeerError
-from interlace.ranks.agree import listed
-from interlace.ranks.small_collectives import alone, gather_json
+from interlace.errors import InputError
 from interlace.runtime.batch_form import BatchForm
 from interlace.runtime.fsdp_step import mesh_of_fully_shard
+from interlace.runtime.same_shapes import agree_on_shape
 from interlace.runtime.step_ranks import StepRanks
 from interlace.runtime.user_module import LossFunction
 from interlace.step import Step
@@ -79,7 +77,12 @@ class ShapedSteps:
 
     def _step(self, micro_batches: Sequence[Any]) -> Step:
         """The step for these micro-batches, which runs as the next one of training. Collective."""
-        shape = self._agreed(micro_batches)
+        agree_on_shape(
+            lambda: f"{len(micro_batches)} micro-batches of {_shape_of(micro_batches)}",
+            self._group,
+            hint=_ALIKE,
+        )
+        shape = _shape_of(micro_batches)
         step = self.steps.get(shape)
         if step is None:
             step = self._compiled(shape, micro_batches[0])
@@ -102,33 +105,6 @@ class ShapedSteps:
         self.steps[shape] = step
         return step
 
-    def _agreed(self, micro_batches: Sequence[Any]) -> str:
-        """The shape of all micro-batches of all ranks, in words."""
-        mine, refused = "", None
-        try:
-            mine = _shape_of(micro_batches)
-        except InputError as error:
-            refused = error
-        if alone(self._group):
-            if refused is not None:
-                raise refused
-            return mine
-        told = {"shape": mine, "refused": "" if refused is None else refused.message}
-        of_ranks = gather_json(told, self._group)
-        if refused is not None:
-            raise refused
-        for rank, other in enumerate(of_ranks):
-            if other["refused"]:
-                place = self._global(rank)
-                raise PeerError(
-                    f"rank {place} refused: {other['refused']}", ranks=[place], hint=_ALIKE
-                )
-        _refuse_difference([each["shape"] for each in of_ranks], self._global)
-        return mine
-
-    def _global(self, rank: int) -> int:
-        return rank if self._group is None else dist.get_global_rank(self._group, rank)
-
 
 def _shape_of(micro_batches: Sequence[Any]) -> str:
     if not micro_batches:
@@ -142,20 +118,3 @@ def _shape_of(micro_batches: Sequence[Any]) -> str:
                 hint=_ALIKE,
             )
     return shapes[0]
-
-
-def _refuse_difference(shapes: Sequence[str], place: Callable[[int], int]) -> None:
-    """Raise PeerError, on all ranks alike, if they were given different shapes."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, shape in enumerate(shapes):
-        ranks_of.setdefault(shape, []).append(place(rank))
-    if len(ranks_of) == 1:
-        return
-    usual = max(ranks_of.values(), key=len)
-    odd = [rank for ranks in ranks_of.values() if ranks is not usual for rank in ranks]
-    told = "; ".join(f"rank {listed(ranks)}: {shape}" for shape, ranks in ranks_of.items())
-    raise PeerError(
-        f"ranks have micro-batches of {len(ranks_of)} shapes at one step: {told}",
-        ranks=odd,
-        hint=_ALIKE,
-    )

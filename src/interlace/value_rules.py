@@ -57,6 +57,7 @@ _NOT_NEGATIVE = (
     "hardware.memory_gb_per_s",
     "train.seed",
     "train.recompute_mib",
+    "train.renew_plan_at",
     "checkpoint.every",
     "checkpoint.keep",
 )

@@ -148,7 +148,9 @@ def check_torchrun(words: list[str], where: str) -> None:
     from torch.distributed.run import get_args_parser
 
     given = get_args_parser().parse_args(words)
-    if given.module:
+    if given.training_script == "torchtitan.train":
+        assert given.training_script_args[:2] == ["--module", "interlace.torchtitan"], where
+    elif given.module:
         assert given.training_script == "interlace", where
         ranks = int(given.nproc_per_node) * int(given.nnodes.split(":")[-1])
         check_interlace(given.training_script_args, where, ranks=ranks)

@@ -3,6 +3,7 @@
 Losses and gradients in float64; two strands, planned and in random orders, bit by bit against one.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,8 @@ from processes import gloo_group, run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from interlace.api import clip_grad_norm_, compile_step
-from interlace.config import ParallelConfig, Recompute, RunConfig, world_of
+from interlace.api import clip_grad_norm_, compile_step, stage_parameters
+from interlace.config import ParallelConfig, PlanConfig, Recompute, RunConfig, world_of
 from interlace.errors import InputError
 from interlace.experts.between_ranks import (
     by_expert,
@@ -268,7 +269,8 @@ def child_compiled(replicas: int) -> dict[str, Any]:
         module = MixtureLoss(LAYERS, WIDTH, INNER)
         apply_expert_parallel(module, mesh["ep"])
         mine = batches(dist.get_rank())
-        step = compile_step(module, _call, mine[0], mesh=mesh)
+        config = PlanConfig(cluster="laptop" if replicas > 1 else "")
+        step = compile_step(module, _call, mine[0], mesh=mesh, config=config)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         worst = step.compare(mine, repeats=1).worst
         norms = []
@@ -278,15 +280,61 @@ def child_compiled(replicas: int) -> dict[str, Any]:
             norms.append(float(clip_grad_norm_(step, 0.1)))
             optimizer.step()
         wanted, reference = _trained(ranks)
-        whole = dict(reference.named_parameters())
-        off = 0.0
-        for name, parameter in module.named_parameters():
-            want = whole[name].detach()
-            if want.shape != parameter.shape:
-                want = want.chunk(ranks // replicas)[mesh.get_local_rank("ep")]
-            off = max(off, float((parameter.detach() - want).abs().max() / want.abs().max()))
+        dealt = dict(module.named_parameters()), reference, ranks // replicas
+        off = _furthest(*dealt, mesh.get_local_rank("ep"))
         dist.barrier()
     return {"norms": norms, "wanted": wanted, "off": off, "worst": worst}
+
+
+def child_stages(schedules: list[str], replicas: int) -> list[dict[str, Any]]:
+    """`compile_step` on a mesh pp x dp_replicate x ep: three steps of SGD by each schedule."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    with gloo_group():
+        names = ("pp", "dp_replicate", "ep")
+        mesh = init_device_mesh("cpu", (2, replicas, 2), mesh_dim_names=names)
+        for schedule in schedules:
+            module = MixtureLoss(LAYERS, WIDTH, INNER)
+            apply_expert_parallel(module, mesh["ep"])
+            mine = batches(dist.get_rank() % (2 * replicas))
+            config = PlanConfig(cluster="laptop")
+            step = compile_step(module, _call, mine[0], mesh=mesh, schedule=schedule, config=config)
+            optimizer = torch.optim.SGD(stage_parameters(step).values(), lr=0.5)
+            norms = []
+            for _ in range(3):
+                optimizer.zero_grad()
+                step(mine)
+                norms.append(float(clip_grad_norm_(step, 0.1)))
+                optimizer.step()
+            wanted, reference = _trained(2 * replicas)
+            off = _furthest(stage_parameters(step), reference, 2, mesh.get_local_rank("ep"))
+            found.append({"norms": norms, "wanted": wanted, "off": off})
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedules", "replicas"), [(["one_f_one_b", "folded", "zb_h1"], 1), (["one_f_one_b"], 2)]
+)
+def test_compile_step_deals_experts_of_stages(schedules: list[str], replicas: int) -> None:
+    name, ranks = "test_expert_parallel:child_stages", 4 * replicas
+    for result in run_ranks(name, ranks, args=[schedules, replicas], timeout_s=200):
+        for found in result.value:
+            assert found["norms"] == pytest.approx(found["wanted"], rel=BOUND)
+            assert found["off"] < BOUND, found
+
+
+def _furthest(
+    parameters: Mapping[str, Tensor], reference: MixtureLoss, ranks: int, rank: int
+) -> float:
+    """How far parameters are from those of one process, of which a rank has its own experts."""
+    whole, off = dict(reference.named_parameters()), 0.0
+    for name, parameter in parameters.items():
+        want = whole[name].detach()
+        if want.shape != parameter.shape:
+            want = want.chunk(ranks)[rank]
+        off = max(off, float((parameter.detach() - want).abs().max() / want.abs().max()))
+    return off
 
 
 def _trained(ranks: int) -> tuple[list[float], MixtureLoss]:

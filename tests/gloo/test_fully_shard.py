@@ -357,10 +357,14 @@ def refusals(mesh: DeviceMesh, rank: int) -> dict[str, str]:
         model.blocks[0].bfloat16()
         fully_shard(model, mesh=mesh)
 
+    def factors(model: Model) -> None:
+        fully_shard(model.blocks[0], mesh=mesh).set_gradient_divide_factor(3.0)
+        fully_shard(model, mesh=mesh)
+
     ways: dict[str, tuple[Callable[[Model], object], dict[str, Any]]] = {
         "offload": (lambda m: fully_shard(m, mesh=mesh, offload_policy=offload), {}),
         "no sync": (lambda m: fully_shard(m, mesh=mesh).set_requires_gradient_sync(False), {}),
-        "factor": (lambda m: fully_shard(m, mesh=mesh).set_gradient_divide_factor(3.0), {}),
+        "factor": (factors, {}),
         "outside": (lambda m: fully_shard(m.blocks[0], mesh=mesh), {}),
         "chunks": (lambda m: fully_shard(m, mesh=mesh), {"schedule": "folded"}),
         "types": (unlike, {}),
@@ -394,7 +398,7 @@ def two_ranks() -> dict[str, Any]:
 REFUSED = {
     "offload": "CPUOffloadPolicy",
     "no sync": "reduce_grads = False",
-    "factor": "gradient_divide_factor = 3.0",
+    "factor": "unlike gradient_divide_factors: 3.0, None",
     "outside": "is under no fully_shard",
     "chunks": "cuts it into chunks",
     "types": "fully_shard refuses the module",

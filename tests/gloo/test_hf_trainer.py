@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from interlace.config import PlanConfig
-from interlace.errors import InputError
+from interlace.errors import InputError, PeerError
 from interlace.hf_trainer import MOST_SHAPES, InterleavedTrainer
 
 BOUND = 2e-6
@@ -127,16 +127,24 @@ def test_losses_and_weights_are_those_of_trainer(
     assert weight < bound
 
 
-def replicas(folder: str) -> tuple[float, float]:
-    """A child: the same on ranks that see different data."""
-    return difference(llama, texts(24), Path(folder), average_tokens_across_devices=True)
+def replicas(folder: str) -> tuple[float, float, str]:
+    """A child: the same on ranks that see different data, and what is said of texts that are longer
+    on one of them."""
+    loss, weight = difference(llama, texts(24), Path(folder), average_tokens_across_devices=True)
+    sizes = [4, 4, 5, 5] * 4  # rank 1 has the second batch of two
+    data = [dict.fromkeys(("input_ids", "labels"), torch.ones(size).long()) for size in sizes]
+    with pytest.raises(PeerError) as found:
+        trained(InOrder, Path(folder), llama(), data, gradient_accumulation_steps=2)
+    return loss, weight, found.value.message
 
 
 def test_replicas_average_as_ddp_does(tmp_path: Path) -> None:
     found = run_ranks("test_hf_trainer:replicas", 2, args=[str(tmp_path)], timeout_s=120)
-    for loss, weight in (result.value for result in found):
+    for loss, weight, told in (result.value for result in found):
         assert loss < BOUND
         assert weight < BOUND
+        assert "rank 0: 2 of input_ids 2 x 4" in told
+        assert "rank 1: 2 of input_ids 2 x 5" in told
 
 
 class Averaging(torch.optim.SGD):

@@ -85,6 +85,7 @@ def run() -> dict[str, Any]:
         ]
         refused = {
             "other rank": said(steps, batches((6, 8)[rank], 2)),
+            "fewer": said(steps, batches(6, 2 + rank)),
             "mixed": said(steps, batches(6, 1) + batches((6, 8)[rank], 1)),
             "third": said(steps, batches(10, 2)),
             "after": said(steps, batches(8, 2)),
@@ -119,9 +120,10 @@ def test_two_ranks_train_on_two_lengths() -> None:
         assert found["evaluated"] < BOUND
         assert [shape[:12] for shape in found["shapes"]] == ["(int64[2, 6]", "(int64[2, 8]"]
         refused = found["refused"]
-        assert refused["other rank"].startswith("PeerError: ranks have micro-batches of 2 shapes")
-        for of_rank in ("rank 0: (int64[2, 6])", "rank 1: (int64[2, 8])"):
+        assert refused["other rank"].startswith("PeerError: ranks have different micro-batches at")
+        for of_rank in ("rank 0: 2 micro-batches of (int64[2, 6])", "rank 1: 2 micro-batches of"):
             assert of_rank in refused["other rank"]
+        assert "rank 1: 3 micro-batches of (int64[2, 6])" in refused["fewer"]
         mixed = "micro-batch 0 is (int64[2, 6]) on cpu"
         assert mixed in refused["mixed"]
         assert refused["mixed"].startswith("InputError" if rank else "PeerError: rank 1 refused")

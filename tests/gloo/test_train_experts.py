@@ -11,6 +11,8 @@ from interlace.checkpoint.manifest import BUFFERS
 from interlace.checkpoint.tensor_files import CheckpointReader, whole_tensor
 from interlace.checkpoint.to_hugging_face import export_checkpoint, sound_manifest
 from interlace.report.build import build_report
+from interlace.train.renewal import STEPS as DRIFT_STEPS
+from interlace.train.renewal import Drift
 
 STEPS, SAVED = 4, 2
 COMMON: dict[str, Any] = {
@@ -33,6 +35,12 @@ TWO: dict[str, Any] = COMMON | {
     "parallel__expert": 2,
     "train__evaluate_batches": 2,
 }
+STAGES: dict[str, Any] = {
+    "strands": "2",
+    "parallel__pipeline": 2,
+    "pipeline__schedule": "one_f_one_b",
+}
+STAGED: dict[str, Any] = TWO | STAGES
 FOUR: dict[str, Any] = COMMON | {
     "train__evaluate_batches": 2,
     "train__recompute": "layer",
@@ -48,6 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("experts"))
     runs.train("one", 1, **ONE)
     runs.train("two", 2, **TWO)
+    runs.train("staged", 4, **STAGED)
     return runs
 
 
@@ -65,33 +74,38 @@ def biases(runs: Runs, out: str) -> dict[str, torch.Tensor]:
 
 
 def test_losses_and_norms_are_those_of_one_rank(runs: Runs) -> None:
-    """ZeRO-3 over the ranks of the experts; and two replicas of two, with tensor parallelism."""
+    """ZeRO-3 over the ranks of the experts; two replicas of two, with tensor parallelism; and two
+    stages of two, with ZeRO-3."""
     runs.train("four", 4, **FOUR)
-    for out in ("two", "four"):
+    for out in ("two", "four", "staged"):
         assert numbers(runs, out) == pytest.approx(numbers(runs, "one"), rel=1e-5)
 
 
 def test_checkpoints_go_on_with_other_ranks_for_experts(runs: Runs) -> None:
-    """Two ranks saved: one rank goes on, and four, each with one expert, and two without them."""
-    source = runs.checkpoint("two", SAVED)
+    """Two ranks saved, and two stages of two each: one rank goes on, and four, each with an expert
+    of four, two without them, and other numbers of stages. ZeRO is there on one side or both."""
     four = COMMON | {"train__micro_batch_size": 1}
-    for out, ranks, settings in (
-        ("alone", 1, ONE),
-        ("each", 4, four | {"parallel__data_replicate": 4, "parallel__expert": 4}),
-        ("whole", 2, TWO | {"parallel__expert": 1}),
+    for out, ranks, source, settings in (
+        ("alone", 1, "staged", ONE),
+        ("each", 4, "staged", four | {"parallel__data_replicate": 4, "parallel__expert": 4}),
+        ("whole", 2, "two", TWO | {"parallel__expert": 1}),
+        ("stages of two", 4, "two", STAGED | {"parallel__zero": 1}),
+        ("stages of one", 2, "staged", ONE | STAGES),
     ):
-        runs.train(out, ranks, **settings | {"checkpoint__every": 0, "checkpoint__resume": source})
+        resume = {"checkpoint__every": 0, "checkpoint__resume": runs.checkpoint(source, SAVED)}
+        runs.train(out, ranks, **settings | resume)
         assert runs.losses(out) == pytest.approx(runs.losses("one")[SAVED:], rel=1e-5)
 
 
 def test_the_load_of_experts_is_written_and_drawn(runs: Runs) -> None:
-    for out in ("one", "two"):
+    for out in ("one", "two", "staged"):
         for event in runs.events(out, "step"):
             assert sum(event["expert_load"]) == pytest.approx(1, abs=1e-4)
             assert 1 <= event["expert_imbalance"] <= 2
             assert event["expert_dropped"] == 0
-    loads = [[event["expert_load"] for event in runs.events(out, "step")] for out in ("one", "two")]
-    assert loads[0][0] == pytest.approx(loads[1][0], abs=1e-6)
+    wanted = runs.events("one", "step")[0]["expert_load"]
+    for out in ("two", "staged"):
+        assert runs.events(out, "step")[0]["expert_load"] == pytest.approx(wanted, abs=1e-6)
     page = build_report(runs.folder / "two")[0].read_text()
     assert "Load of each expert over steps" in page
     assert "no choice was dropped" in page
@@ -121,8 +135,8 @@ def test_stages_of_a_pipeline_have_layers_of_experts(runs: Runs) -> None:
 
 
 def test_biases_of_routers_move_with_the_load_of_all_ranks(runs: Runs) -> None:
-    """One rank and two end with the same biases, and so does a run that a checkpoint interrupted:
-    each has moved by the speed in every step, up or down."""
+    """One rank and two end with the same biases, and so do two stages, and a run that a checkpoint
+    interrupted: each has moved by the speed in every step, up or down."""
     biased = {
         "model__experts__router": "sigmoid",
         "model__experts__balance": "bias",
@@ -131,12 +145,13 @@ def test_biases_of_routers_move_with_the_load_of_all_ranks(runs: Runs) -> None:
     runs.train("biased-one", 1, **ONE | biased)
     runs.train("biased-two", 2, **TWO | biased)
     source = runs.checkpoint("biased-two", SAVED)
+    runs.train("biased-stages", 2, **ONE | STAGES | biased)
     runs.train("biased-on", 2, **TWO | biased | {"checkpoint__resume": source})
     assert runs.losses("biased-two") == pytest.approx(runs.losses("biased-one"), rel=1e-5)
     assert runs.losses("biased-on") == pytest.approx(runs.losses("biased-one")[SAVED:], rel=1e-5)
     wanted = biases(runs, "biased-one")
     assert len(wanted) == 2
-    for tensors in (biases(runs, "biased-two"), biases(runs, "biased-on")):
+    for tensors in (biases(runs, f"biased-{end}") for end in ("two", "stages", "on")):
         assert tensors.keys() == wanted.keys()
         for name, bias in wanted.items():
             assert torch.equal(tensors[name], bias)
@@ -145,27 +160,49 @@ def test_biases_of_routers_move_with_the_load_of_all_ranks(runs: Runs) -> None:
     assert 2 <= moved.abs().max().round() <= STEPS
 
 
+def test_a_plan_is_made_again_when_the_load_drifts(runs: Runs) -> None:
+    """With the bits of a run without plans, and between two steps of all ranks."""
+    steps = {"train__steps": 2 * DRIFT_STEPS + 2, "checkpoint__every": 0}
+    runs.train("kept", 2, **TWO | steps | {"strands": "1"})
+    runs.train("renewed", 2, **TWO | steps | {"train__renew_plan_at": 1e-6, "plan__search": "list"})
+    assert numbers(runs, "renewed") == numbers(runs, "kept")
+    (renewed,) = runs.events("renewed", "renewal")
+    assert renewed["step"] == 2 * DRIFT_STEPS
+    loads = [event["expert_imbalance"] for event in runs.events("renewed", "step")]
+    first, last = loads[:DRIFT_STEPS], loads[DRIFT_STEPS : 2 * DRIFT_STEPS]
+    assert renewed["load_before"] == pytest.approx(sum(first) / DRIFT_STEPS)
+    assert renewed["load"] == pytest.approx(sum(last) / DRIFT_STEPS)
+    assert not runs.events("kept", "renewal")
+    assert build_report(runs.folder / "renewed")[0].exists()
+
+
+def test_drift_is_that_of_the_mean_of_some_steps() -> None:
+    drift = Drift(0.1)
+    assert [drift.add(2.0) for _ in range(2 * DRIFT_STEPS)] == [None] * 2 * DRIFT_STEPS
+    found = [drift.add(2.5) for _ in range(DRIFT_STEPS)]
+    (moved,) = [each for each in found if each is not None]
+    assert moved[0] == 2
+    assert moved[1] > 2.2
+    assert [Drift(0).add(load) for load in range(3 * DRIFT_STEPS)] == [None] * 3 * DRIFT_STEPS
+
+
 def test_what_does_not_go_together_is_refused_with_its_numbers(runs: Runs) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"parallel__data_shard": 3, "parallel__expert": 3}, "count = 4 experts cannot be dealt"),
         ({"parallel__expert": 2}, "does not fit into the 1 ranks"),
         (
-            {
-                "strands": "2",
-                "parallel__pipeline": 2,
-                "parallel__data_shard": 2,
-                "parallel__expert": 2,
-            },
-            "stage",
+            TWO | {"train__renew_plan_at": 0.3, "plan__cluster": "laptop"},
+            "and plan.cluster = 'laptop'",
         ),
+        (STAGED | {"train__renew_plan_at": 0.3}, "and parallel.pipeline = 2"),
         (
             {
-                "model__experts__balance": "bias",
-                "model__experts__router": "sigmoid",
                 "strands": "2",
                 "parallel__pipeline": 2,
+                "parallel__expert": 2,
+                "pipeline__stages": ["data_shard=2", "data_shard=2"],
             },
-            "known on one stage only",
+            "experts are dealt to ranks where all stages are laid out alike",
         ),
     ]
     for number, (settings, said) in enumerate(wrong):

@@ -185,7 +185,7 @@ def test_summary_and_data():
             replace(LLAMA, model=replace(LLAMA.model, layers=2000)),
             "v100x8",
             8,
-            "does not fit on 8 devices of v100: the least found is",
+            "does not fit on 8 x v100: the least found is",
         ),
         (replace(LLAMA, parallel=ParallelConfig(context=2)), "h100x8", 8, "parallel.context"),
     ],

@@ -24,7 +24,6 @@ from interlace.parallel.data import Axis
 from interlace.parallel.fsdp_groups import GroupWeight, WeightGroup, WeightGroups
 
 _SETTINGS: tuple[tuple[str, Any, str], ...] = (
-    ("gradient_divide_factor", None, "leave set_gradient_divide_factor out"),
     ("force_sum_reduction_for_comms", False, "leave set_force_sum_reduction_for_comms out"),
     ("reduce_grads", True, "call set_requires_gradient_sync(True) before compile_step"),
     ("all_reduce_grads", True, "call set_requires_all_reduce(True) before compile_step"),
@@ -181,6 +180,13 @@ def _refuse(groups: list[Any]) -> None:
             "the gradients of a step are averaged over the ranks of one",
             hint="give all calls of fully_shard the same mesh",
         )
+    factors = {group.gradient_divide_factor for group in groups}
+    if len(factors) > 1:
+        raise InputError(
+            "modules under fully_shard have unlike gradient_divide_factors: "
+            + ", ".join(sorted(str(each) for each in factors)),
+            hint="call set_gradient_divide_factor on all of them with one number, or leave it out",
+        )
 
 
 def _refuse_group(group: Any) -> None:
@@ -277,7 +283,9 @@ def _layout(root: nn.Module, groups: list[Any]) -> WeightGroups:
                 group._reduce_dtype, keeps=not group._reshard_after_forward,
             )
         )  # fmt: skip
-    return WeightGroups(tuple(found))
+    factor = groups[0].gradient_divide_factor
+    ranks = found[0].shard.size * found[0].replicate.size
+    return WeightGroups(tuple(found), float(ranks if factor is None else factor))
 
 
 def _weight(each: Any, names: tuple[str, ...]) -> GroupWeight:

@@ -6,12 +6,13 @@ a constant (a mean divides by it, an expansion makes as many rows), and would be
 """
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from interlace.experts.between_ranks import EXCHANGE
+from interlace.experts.between_ranks import COUNTS, EXCHANGE
 from interlace.experts.grouped import MATMUL, WEIGHT_GRADIENT
 from interlace.graphs.collectives import is_wait
 from interlace.graphs.trace_errors import cannot_trace, lines_of
@@ -62,6 +63,18 @@ def refuse_sizes(module: nn.Module, graph: fx.Graph) -> None:
                 "and grouped_matmul",
             )
         ragged.add(node)
+
+
+def inside_exchanges(operators: Iterable[fx.Node]) -> frozenset[int]:
+    """How many of these operators, in their order, stand before each place between those that read
+    the counts of one layer: rows there are as many as were routed, and counts are on the host."""
+    found: set[int] = set()
+    place = {node: index for index, node in enumerate(operators)}
+    for node, index in place.items():
+        if node.target == COUNTS:
+            last = max((place[user] for user in node.users if user in place), default=index)
+            found.update(range(index + 1, last + 1))
+    return frozenset(found)
 
 
 def _keeps_rows(node: fx.Node, ragged: set[fx.Node]) -> bool:

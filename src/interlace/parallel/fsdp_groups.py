@@ -79,12 +79,8 @@ class WeightGroups:
     """All weights of a module under `fully_shard`."""
 
     groups: tuple[WeightGroup, ...]
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that see other data, over which gradients are averaged."""
-        first = self.groups[0]
-        return first.shard.size * first.replicate.size
+    divisor: float
+    """By which sums of gradients over ranks with other data are divided: usually their number."""
 
     @property
     def axes(self) -> tuple[Axis, ...]:

@@ -44,6 +44,8 @@ class StageGroups:
     """Those that hold the same weights of this stage."""
     stage: dist.ProcessGroup
     """All of this stage."""
+    same_experts: dist.ProcessGroup | None = None
+    """Those that hold the same experts of this stage, where experts are dealt to ranks."""
     apart: tuple[DeviceMesh, ...] = ()
     """The layouts of all stages, where each has its own."""
 
@@ -136,10 +138,13 @@ def build_meshes(
         counts = _own_group(axis_groups(config)[EXPERT_AXIS])
     if config.pipeline == 1:
         return Meshes(layout, weights, experts, counts)
-    of_stages = mesh(
-        {_DATA_AXIS: world_of_stage(config) // config.tensor, TENSOR_AXIS: config.tensor}
-    )
+    data = world_of_stage(config) // config.tensor
+    of_stages = mesh({_DATA_AXIS: data, TENSOR_AXIS: config.tensor})
     of_stage = mesh({"stage": world_of_stage(config)})
+    same_experts = None
+    if config.expert > 1:
+        axes = {_DATA_AXIS: data // config.expert, EXPERT_AXIS: config.expert}
+        same_experts = mesh(axes | {TENSOR_AXIS: config.tensor}).get_group(_DATA_AXIS)
     return Meshes(
         _without_pipeline(layout),
         _without_pipeline(weights),
@@ -150,6 +155,7 @@ def build_meshes(
             pipeline=of_stages.get_group(PIPELINE_AXIS),
             replicas=of_stages.get_group(_DATA_AXIS),
             stage=of_stage.get_group("stage"),
+            same_experts=same_experts,
         ),
     )
 

@@ -21,13 +21,12 @@ def simulation_summary(found: SimulatedJob) -> str:
     """The step in one line, its communication by lane, its stages, memory, and how sure it is."""
     layout = found.layout
     lines = [
-        f"{found.config.model.architecture}, {found.job.parameters / 1e9:.1f}B parameters, on "
-        f"{layout.ranks} ranks of {found.cluster.name}: {layout.text}",
+        f"{model_line(found)}, on {layout.ranks} ranks of {found.cluster.name}: {layout.text}",
         f"schedule {layout.schedule}, {layout.micro_batches} micro-batches of {layout.micro_batch} "
         f"x {found.job.sequence} tokens on each of {layout.replicas} replicas, recompute "
         f"{layout.recompute}",
         "",
-        f"step {number(found.seconds)} s, {found.tokens_per_s:,.0f} tokens/s, MFU "
+        f"step {seconds_text(found.seconds)} s, {found.tokens_per_s:,.0f} tokens/s, MFU "
         f"{percent(found.mfu)}, HFU {percent(found.hfu)}",
         f"waiting for other stages {percent(found.bubble)} of all ranks' time; ends of the step "
         f"{percent(found.ends_s / found.seconds)}",
@@ -45,6 +44,18 @@ def simulation_summary(found: SimulatedJob) -> str:
         )
     lines.append(expected_error(found.cluster, found.layout.schedule).text)
     return "\n".join(lines)
+
+
+def model_line(found: SimulatedJob) -> str:
+    """`llama, 70.6B parameters`."""
+    size = found.job.parameters
+    shown = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.1f}M"
+    return f"{found.config.model.architecture}, {shown} parameters"
+
+
+def seconds_text(value: float) -> str:
+    """With three digits also where it is milliseconds."""
+    return f"{value:.3g}" if 0 < value < 0.1 else number(value)
 
 
 def memory_line(parts: MemoryParts) -> str:
@@ -95,7 +106,7 @@ def _lanes(found: SimulatedJob) -> str:
         if busy > 0:
             exposed = found.exposed_s.get(lane, 0.0)
             hidden = percent(max(0.0, 1 - exposed / busy))
-            rows.append((lane, number(busy), number(exposed), hidden))
+            rows.append((lane, seconds_text(busy), seconds_text(exposed), hidden))
     if not rows:
         return "no collectives"
     return aligned(_LANE_HEADER, rows, text_columns=1)
@@ -113,8 +124,8 @@ def _stages(found: SimulatedJob) -> str:
             str(stage),
             f"{stage * each} to {(stage + 1) * each - 1}",
             str(layers[stage]),
-            number((step.step_ns - bubble) / 1e9),
-            number(bubble / 1e9),
+            seconds_text((step.step_ns - bubble) / 1e9),
+            seconds_text(bubble / 1e9),
             f"{found.memory[stage].total / _GIB:.1f}",
         )
         for stage, bubble in enumerate(step.bubble_ns)

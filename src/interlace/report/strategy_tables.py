@@ -4,13 +4,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from interlace.report.simulation_tables import memory_line, simulation_data
+from interlace.report.simulation_tables import (
+    memory_line,
+    model_line,
+    seconds_text,
+    simulation_data,
+)
 from interlace.strategy.contributions import Contribution
 from interlace.strategy.expected_error import expected_error
 from interlace.strategy.layout_search import WORTH, FoundLayouts
 from interlace.strategy.lower_bounds import interleaves
 from interlace.strategy.simulated_job import SimulatedJob
-from interlace.text import aligned, number, percent
+from interlace.text import aligned, percent
 
 _HEADER = (
     "",
@@ -40,7 +45,7 @@ def strategy_summary(found: FoundLayouts, parts: Sequence[Contribution]) -> str:
         else "more were left than are simulated: others may be as fast"
     )
     lines = [
-        f"{space.config.model.architecture}, {chosen.job.parameters / 1e9:.1f}B parameters, "
+        f"{model_line(chosen)}, "
         f"{space.global_batch} sequences of {chosen.job.sequence} tokens a step, on "
         f"{space.devices} devices of {space.cluster.name}",
         *([f"kept from the run file: {kept}"] if kept else []),
@@ -84,7 +89,8 @@ def _verdict(found: FoundLayouts) -> str:
         return "two strands: do not; none of the best layouts interleaves"
     if found.one_strand is None:
         return "two strands: no layout of one strand at a time fits"
-    times = f"{number(found.one_strand.seconds)} s with one, {number(two[0].seconds)} s with two"
+    one, both = (seconds_text(each.seconds) for each in (found.one_strand, two[0]))
+    times = f"{one} s with one, {both} s with two"
     if found.gain < WORTH:
         return f"two strands: do not; the best layouts take {times}"
     return f"two strands: {percent(found.gain)} faster; the best layouts take {times}"
@@ -98,10 +104,10 @@ def _row(each: SimulatedJob, mark: str) -> tuple[str, ...]:
         layout.schedule,
         f"{layout.micro_batches} x {layout.micro_batch}",
         layout.recompute,
-        number(each.seconds),
+        seconds_text(each.seconds),
         percent(each.mfu),
         percent(each.bubble),
-        number(sum(each.exposed_s.values())),
+        seconds_text(sum(each.exposed_s.values())),
         f"{each.peak.total / _GIB:.1f}",
     )
 
@@ -113,7 +119,7 @@ def _contribution(each: Contribution, chosen: SimulatedJob) -> tuple[str, ...]:
     return (
         each.technique,
         each.instead,
-        number(each.seconds),
+        seconds_text(each.seconds),
         f"{100 * change:+.1f} %",
         f"{each.memory.total / _GIB:.1f}",
         "yes" if each.fits else "no",

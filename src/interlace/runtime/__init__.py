@@ -26,6 +26,7 @@ fsdp_step.py          what a step of a module under `fully_shard` can be
 clipping.py           the norm of gradients that lie on several ranks
 batch_form.py         batches of dicts and lists as tuples of tensors, and back
 step_inputs.py        what a user gives to a step, checked
+same_shapes.py        whether ranks have micro-batches of one shape at a step
 mesh_axes.py          what the axes of a user's mesh mean for a step
 same_module.py        what ranks that compile a module must hold alike
 binding.py            a step is bound to what it was compiled for

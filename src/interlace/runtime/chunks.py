@@ -15,6 +15,7 @@ from interlace.graphs.chunk_parts import Cut, cut_parts
 from interlace.graphs.chunk_places import backward_chunks, forward_chunks, weight_half
 from interlace.graphs.module_paths import module_path
 from interlace.graphs.parts import RESULT, SAVED, GraphPart
+from interlace.graphs.ragged import inside_exchanges
 from interlace.graphs.trace import Binding
 from interlace.ir.actions import Direction, Share, Strand, strand
 from interlace.ir.chunk_graphs import chunk_graphs
@@ -91,12 +92,13 @@ def chunked(strands: Strands, placement: Placement) -> ChunkedModel:
     return ChunkedModel(graphs, chunking.handovers())
 
 
-def cuts(graph: OpGraph, chunks: int) -> list[int]:
+def cuts(graph: OpGraph, chunks: int, never: Collection[int] = ()) -> list[int]:
     """How many operators, in their order, stand before each cut of `graph` into so many chunks with
     about equal shares of the arithmetic, each of one operator at least. Of the places whose share
-    is right within `_SLACK` of a chunk, the one where the fewest bytes cross is taken.
+    is right within `_SLACK` of a chunk, the one where the fewest bytes cross is taken; none of
+    those in `never`.
 
-    Raises InputError if it has fewer operators than that."""
+    Raises InputError if it has fewer operators than that, or all of them belong together."""
     count = len(graph.operators)
     if count < chunks:
         raise InputError(
@@ -111,7 +113,14 @@ def cuts(graph: OpGraph, chunks: int) -> list[int]:
     found: list[int] = []
     for number in range(1, chunks):
         least, most = (found[-1] if found else 0) + 1, count - (chunks - number)
-        off = {at: abs(chunks * done[at] - number * total) / total for at in range(least, most + 1)}
+        able = [at for at in range(least, most + 1) if at not in never]
+        if not able:
+            raise InputError(
+                f"the graph {graph.name!r} can be cut in {number - 1} places, too few for {chunks} "
+                "chunks: what lies between the exchanges of a layer of experts stays together",
+                hint="use a schedule with fewer chunks, fewer stages, or more layers",
+            )
+        off = {at: abs(chunks * done[at] - number * total) / total for at in able}
         bound = max(_SLACK, min(off.values()))
         near = [at for at in off if off[at] <= bound]
         found.append(min(near, key=lambda at: (crossing[at], off[at], -at)))
@@ -207,15 +216,24 @@ class _Chunking:
 
     def _ends(self, forward: GraphPart) -> list[int]:
         modules = self.placement.split_at
+        inside = inside_exchanges(forward.operators.values())
         if not modules:
-            return cuts(self.strands.op_graphs[FORWARD], self.count)
+            return cuts(self.strands.op_graphs[FORWARD], self.count, inside)
         if len(modules) != self.count - 1:
             raise InputError(
                 f"split_at names {len(modules)} sub-modules, and the schedule has {self.count} "
                 "chunks",
                 hint=f"name {self.count - 1}: those with which chunks begin, but the first",
             )
-        return ends_at(forward, modules)
+        ends = ends_at(forward, modules)
+        for module, end in zip(modules, ends, strict=True):
+            if end in inside:
+                raise InputError(
+                    f"split_at names {module!r}, which begins between the exchanges of a layer of "
+                    "experts: how many rows it gets is known on the ranks of one stage only",
+                    hint="begin a chunk with a whole layer",
+                )
+        return ends
 
     def made(self) -> Strands:
         """The chunks of this rank."""

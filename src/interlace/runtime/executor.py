@@ -99,7 +99,7 @@ class StepExecutor:
         constants: Mapping[tuple[str, str], Tensor],
         *,
         schedule: Schedule | None = None,
-        data_ranks: int = 1,
+        data_ranks: float = 1,
     ) -> None:
         """`plan` has been validated; `schedule` is looked up by its name if it is not given.
 

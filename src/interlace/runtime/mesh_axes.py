@@ -62,7 +62,7 @@ def expert_group(module: nn.Module, mesh: DeviceMesh | None) -> dist.ProcessGrou
     """The ranks to which the experts of a module are dealt, this one among them; None if a rank has
     all. They see different data and hold everything else alike.
 
-    Raises InputError unless they are the axis `ep` of the mesh, and beside an axis `pp`.
+    Raises InputError unless they are the axis `ep` of the mesh.
     """
     dealt = dealt_parameters(module)
     if not dealt:
@@ -77,13 +77,24 @@ def expert_group(module: nn.Module, mesh: DeviceMesh | None) -> dist.ProcessGrou
             hint=f"give compile_step a mesh with an axis {EXPERT_AXIS}, and "
             f'apply_expert_parallel mesh["{EXPERT_AXIS}"]',
         )
-    if pipeline_of(mesh) is not None:
-        raise InputError(
-            f"{name!r} holds the experts of one of {ranks} ranks, and the mesh has an axis "
-            f"{PIPELINE_AXIS}",
-            hint="leave all experts on every rank of a stage, or train without a pipeline",
-        )
     return group
+
+
+def shared_group(
+    module: nn.Module, mesh: DeviceMesh
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The ranks of a stage that hold the same weights beside those of dealt experts, and the ranks
+    that hold the same experts. Makes a group where the former are on two axes: collective on it."""
+    replicas, experts = replica_group(module, mesh), expert_group(module, mesh)
+    if replicas is None or experts is None:
+        return replicas or experts, replicas
+    axes = [(mesh.mesh_dim_names or ()).index(name) for name in (REPLICATE_AXIS, EXPERT_AXIS)]
+    place = mesh.get_coordinate()
+    assert place is not None
+    own = mesh.mesh[tuple(slice(None) if i in axes else at for i, at in enumerate(place))]
+    group = dist.new_group(sorted(own.flatten().tolist()), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group, replicas
 
 
 def replica_group(module: nn.Module, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -227,9 +227,9 @@ class _PipelineRun(StepRun):
                 continue
             names = [n for n in sorted(self.handovers.owners) if self.handovers.owners[n] == chunk]
             if names:
-                totals = [self.executor.constant("gradient", name) for name in names]
+                totals = {name: self.executor.constant("gradient", name) for name in names}
                 what = f"the sum of the gradients of chunk {chunk} over replicas"
-                self._sums.append(self.link.begin_sum(totals, what))
+                self._sums += self.link.begin_sums(totals, what)
 
     def _values(self, message: StageMessage) -> tuple[Carried, ...]:
         route = message.direction, message.source, message.to

@@ -7,7 +7,7 @@ so it arrives with its strides.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,6 +70,15 @@ class ReplicaSum:
     flight: Transit
 
 
+@dataclass(frozen=True)
+class DealtWeights:
+    """Weights of experts that are dealt to the ranks of a stage."""
+
+    names: frozenset[str]
+    replicas: dist.ProcessGroup | None
+    """The ranks that hold the same ones; None if no other does."""
+
+
 class StageLink:
     """What a rank sends to the others of its pipeline, and receives; and what it sums with the
     ranks that run the same stage on other data. Not thread-safe."""
@@ -80,11 +89,13 @@ class StageLink:
         device: torch.device,
         *,
         replicas: dist.ProcessGroup | None = None,
+        dealt: DealtWeights | None = None,
         around: Sequence[dist.ProcessGroup] = (),
         wait_s: float = WAIT_S,
     ) -> None:
         """`group` has the ranks of one pipeline, in order, `replicas` those of this stage, `around`
-        other ranks that actions exchange something with. Each wait takes at most `wait_s`."""
+        other ranks that actions exchange something with; gradients of `dealt` weights come from all
+        replicas, and are summed over fewer ranks. Each wait takes at most `wait_s`."""
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.data_ranks = 1 if replicas is None else dist.get_world_size(replicas)
@@ -92,9 +103,10 @@ class StageLink:
         """Whether no message waits for another one, as it does in a stream of NCCL."""
         self._group = group
         self._replicas = replicas
+        self._dealt = dealt or DealtWeights(frozenset(), None)
         self.device = device
         self._leaving: deque[Transit] = deque()
-        others = [] if replicas is None else [replicas]
+        others = [each for each in (replicas, self._dealt.replicas) if each is not None]
         self.end = JointEnd([group, *others, *around], wait_s)
         """Ends a step that fails on all ranks."""
 
@@ -167,14 +179,22 @@ class StageLink:
         while self._leaving:
             self._wait(self._leaving.popleft())
 
-    def begin_sum(self, tensors: Sequence[Tensor], what: str) -> "ReplicaSum":
-        """Begin to add up these tensors over the replicas, which all do so in the same order."""
-        assert self._replicas is not None
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        with self._said(what):
-            work = dist.all_reduce(flat, group=self._replicas, async_op=True)
-        assert work is not None
-        return ReplicaSum(tuple(tensors), Transit(work, flat, what))
+    def begin_sums(self, totals: Mapping[str, Tensor], what: str) -> "list[ReplicaSum]":
+        """Begin to add up these gradients, by parameter, over the ranks that hold the same ones,
+        which all do so in the same order."""
+        dealt = self._dealt
+        alike = [total for name, total in totals.items() if name not in dealt.names]
+        own = [total for name, total in totals.items() if name in dealt.names]
+        found = []
+        for tensors, group in ((alike, self._replicas), (own, dealt.replicas)):
+            if not tensors or group is None:
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            with self._said(what):
+                work = dist.all_reduce(flat, group=group, async_op=True)
+            assert work is not None
+            found.append(ReplicaSum(tuple(tensors), Transit(work, flat, what)))
+        return found
 
     def end_sum(self, begun: "ReplicaSum") -> None:
         """Put the sums into the tensors."""

@@ -14,8 +14,14 @@ from interlace.parallel.data import DataLayout
 from interlace.parallel.expert import dealt_parameters
 from interlace.ranks.agree import refused_together
 from interlace.runtime.laid_out_link import LaidOutLink
-from interlace.runtime.mesh_axes import expert_group, pipeline_of, replica_group, replicas_of
-from interlace.runtime.stage_link import StageLink
+from interlace.runtime.mesh_axes import (
+    expert_group,
+    pipeline_of,
+    replica_group,
+    replicas_of,
+    shared_group,
+)
+from interlace.runtime.stage_link import DealtWeights, StageLink
 from interlace.runtime.stage_meshes import StageMeshes
 
 
@@ -76,7 +82,8 @@ class StepRanks:
             name, ranks = next(iter(dealt.items()))
             raise InputError(
                 f"{name!r} holds the experts of one of {ranks} ranks, and stages are given",
-                hint="leave all experts on every rank of a stage, or train without a pipeline",
+                hint="lay all stages out alike, on one mesh with axes pp and ep, or leave all "
+                "experts on every rank of a stage",
             )
         return None
 
@@ -90,13 +97,16 @@ class StepRanks:
         mesh, group = self.mesh, pipeline_of(self.mesh)
         if mesh is None or self.pipeline is None:
             return None
-        replicas = replica_group(module, mesh)
+        replicas, same = shared_group(module, mesh)
+        dealt = DealtWeights(frozenset(dealt_parameters(module)), same)
         every = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         around = [each for each in every if each not in (group, replicas)]
         if self.apart is not None:
             return LaidOutLink(self.apart, device, replicas=replicas, around=around, wait_s=wait_s)
         assert group is not None
-        return StageLink(group, device, replicas=replicas, around=around, wait_s=wait_s)
+        return StageLink(
+            group, device, replicas=replicas, dealt=dealt, around=around, wait_s=wait_s
+        )
 
 
 def _members(mesh: DeviceMesh | None, overlap: OverlapConfig) -> dist.ProcessGroup | None:

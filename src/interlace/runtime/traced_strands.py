@@ -120,10 +120,11 @@ class Strands:
         return sequential(self.op_graphs)
 
     @property
-    def data_ranks(self) -> int:
-        """Ranks over which gradients are averaged."""
-        over = self.data or self.groups
-        return 1 if over is None else over.ranks
+    def data_ranks(self) -> float:
+        """By which sums of gradients over ranks are divided: their number, for a mean."""
+        if self.groups is not None:
+            return self.groups.divisor
+        return 1 if self.data is None else self.data.ranks
 
     def buffers(self) -> dict[tuple[str, str], Tensor]:
         """The module's buffers as they are now, under each of their names, by (role, target)."""

@@ -68,17 +68,27 @@ def jobs(graph: OpGraph) -> dict[str, list[Operator]]:
 
     If all operators belong to one job, nothing else is there to run beside it, and those for a
     later micro-batch are a job of their own, unless they need what is gathered for both: chains
-    are merged as if no job needed another.
+    are merged as if no job needed another. So what is exchanged once a step is of the job of the
+    chunk that it works for.
     """
     heads = {op.id for op in graph.operators if _is_head(label_of(op.id))}
     alone = len({job_of(label_of(op.id)) for op in graph.operators}) == 1 and all(
         source in heads for op in graph.operators if op.id in heads for source in op.inputs
     )
+    job = {
+        op.id: label if alone and op.id in heads else job_of(label)
+        for op in graph.operators
+        for label in [label_of(op.id)]
+    }
+    home: dict[str, str] = {name: name for name in job.values()}
+    for op in graph.operators:
+        for source in op.inputs:
+            first, then = home[job[source]], home[job[op.id]]
+            if first != then:
+                home = {name: first if own == then else own for name, own in home.items()}
     found: dict[str, list[Operator]] = {}
     for op in sorted(graph.operators, key=lambda op: op.id in heads):  # stable
-        label = label_of(op.id)
-        job = label if alone and op.id in heads else job_of(label)
-        found.setdefault(job, []).append(op)
+        found.setdefault(home[job[op.id]], []).append(op)
     return found
 
 

@@ -204,7 +204,7 @@ def _too_large(space: LayoutSpace, bounds: Bounds, layout: JobLayout) -> InputEr
     parts = least_parts(space, bounds, layout)
     named = ", ".join(f"{n} {b / 2**30:.1f}" for n, b in parts.parts().items() if b > 0)
     return InputError(
-        f"the model does not fit on {space.devices} devices of {space.cluster.name}: the least "
+        f"the model does not fit on {space.devices} x {space.cluster.name}: the least "
         f"found is {parts.total / 2**30:.1f} GiB a rank ({named}), by {layout.text}, micro-batches "
         f"of {layout.micro_batch}, recompute {layout.recompute}, schedule {layout.schedule}; a "
         f"device has {space.cluster.memory_gib:.1f} GiB, of which {SPARE:.0%} are left to the "

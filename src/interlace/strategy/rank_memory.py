@@ -8,7 +8,12 @@ width; heads of keys and values, and the feed-forward, in widths; t tensor ranks
     Llama    4 + (20 + 4 kv + 8 ffn) / t       GPT    6 + (6 + 4 kv + 4 ffn) / t
 
 of which the first number is what tensor ranks keep gathered. `recompute = "attention"` keeps 2 / t
-less, `layer` 4 / t in all (2 without tensor ranks). Logits take 12 bytes. What the allocator
+less, `layer` 4 / t in all (2 without tensor ranks). A backward that was cut in two keeps for its
+gradients of weights (8 / t more with `recompute = "layer"`, which has computed a layer again)
+
+    Llama    8 + (22 + 6 kv + 6 ffn) / t       GPT    10 + (4 + 6 kv + 4 ffn) / t
+
+Logits take 12 bytes. What the allocator
 wastes, the CUDA context and NCCL's buffers (1 to 5 GB together) are not counted.
 """
 
@@ -23,6 +28,11 @@ _OTHER = {True: 20.0, False: 6.0}
 _PER_KV = 4.0
 _PER_FFN = {True: 8.0, False: 4.0}
 _ATTENTION_OUTPUT = 2.0
+_LATE_GATHERED = {True: 8.0, False: 10.0}
+_LATE_OTHER = {True: 22.0, False: 4.0}
+_LATE_PER_KV = 6.0
+_LATE_PER_FFN = {True: 6.0, False: 4.0}
+_LATE_AGAIN = 8.0
 _WORKING = 16.0
 """Values of a layer that are gone when it ends."""
 LOGIT_BYTES = 12.0
@@ -60,11 +70,22 @@ def kept_bytes(job: StepJob, layout: JobLayout, *, whole: bool = False) -> float
     t, tokens = job.tensor, float(job.tokens) * job.hidden
     if layout.recompute == "layer" and not whole:
         return tokens * (2.0 if t == 1 else 4.0 / t)
-    kv = max(job.kv_width, t * job.head_size) / job.hidden
-    split = _OTHER[job.gated] + _PER_KV * kv + _PER_FFN[job.gated] * job.ffn / job.hidden
+    split = (
+        _OTHER[job.gated] + _PER_KV * _kv_widths(job) + _PER_FFN[job.gated] * job.ffn / job.hidden
+    )
     if layout.recompute == "attention" and not whole:
         split -= _ATTENTION_OUTPUT
     return tokens * (_GATHERED[job.gated] + split / t)
+
+
+def late_bytes(job: StepJob, layout: JobLayout) -> float:
+    """Of one layer and micro-batch from its gradients of inputs to those of its weights."""
+    t, tokens = job.tensor, float(job.tokens) * job.hidden
+    split = _LATE_OTHER[job.gated] + _LATE_PER_KV * _kv_widths(job)
+    split += _LATE_PER_FFN[job.gated] * job.ffn / job.hidden
+    if layout.recompute == "layer":
+        split += _LATE_AGAIN
+    return tokens * (_LATE_GATHERED[job.gated] + split / t)
 
 
 def rank_parameters(
@@ -101,3 +122,8 @@ def rank_memory(
         activations=kept * (TWO_STRANDS if layout.schedule == "two_strand" else 1.0),
         working=max(working, logits),
     )
+
+
+def _kv_widths(job: StepJob) -> float:
+    """Keys, or values, of all tensor ranks in widths; each rank has one head at least."""
+    return max(job.kv_width, job.tensor * job.head_size) / job.hidden

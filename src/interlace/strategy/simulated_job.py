@@ -26,7 +26,13 @@ from interlace.strategy.job_layout import JobLayout, step_job
 from interlace.strategy.job_links import STAGE, JobLinks
 from interlace.strategy.layer_operators import LayerOperators
 from interlace.strategy.pass_times import NOTHING, ChunkShape, PassCost, PassTimes
-from interlace.strategy.rank_memory import MemoryParts, kept_bytes, rank_memory, rank_parameters
+from interlace.strategy.rank_memory import (
+    MemoryParts,
+    kept_bytes,
+    late_bytes,
+    rank_memory,
+    rank_parameters,
+)
 from interlace.strategy.step_ends import StepEnds, ends_of, with_ends
 
 Actions = tuple[tuple[Action, ...], ...]
@@ -207,7 +213,7 @@ def _pipeline_costs(
                 input_ns=max(0, whole - weight),
                 weight_ns=weight,
                 saved_bytes=round(kept),
-                kept_bytes=round(kept),
+                kept_bytes=round(late_bytes(job, layout) * shape.layers),
             )
         )
     # What stages hand over is split along the sequence by tensor ranks.

@@ -11,12 +11,14 @@ gradient_norm.py  the norm of all gradients, and clipping by it
 optimizer.py      AdamW with warm-up and decay
 step_runners.py   two strands, one strand, eager: the ways to run a step
 fully_sharded.py  PyTorch's `fully_shard` on the same module, to compare
+stage_results.py  what a model says beside its loss, told by the ranks of its last stage
 stages.py         what a run in a pipeline says and records
 loop.py           the loop, and what it writes
 compare.py        the same first steps under each runner
 gradient_check.py  one step against eager PyTorch, before training
 fallback.py       whether the plan wins on the real machine
 expert_load.py    how evenly tokens are dealt to experts
+renewal.py        a plan made again when the load of experts drifts
 proof.py          whether the plan hid what it said it would
 same_run.py       what the ranks of a run must hold alike
 checkpointer.py   when checkpoints are written, and which one is taken up

@@ -44,6 +44,17 @@ def describe_environment(session: Session, directory: Path) -> None:
     }
     text = json.dumps(facts, indent=1) + "\n"
     found = {run_files.ENVIRONMENT: text, run_files.RUN: tomli_w.dumps(config.as_dict())}
+    for name, content in found.items():
+        store.write_whole(directory / name, content.encode())
+    describe_plan(session, directory)
+    for path in run_files.timeline_files(directory):
+        if run_files.rank_of(path) >= session.world_size:
+            path.unlink()
+
+
+def describe_plan(session: Session, directory: Path) -> None:
+    """Write costs and plan, and remove what is left of others."""
+    found: dict[str, str] = {}
     if session.costs is not None:
         found[run_files.COSTS] = store.dumps(session.costs)
     main = session.main
@@ -56,6 +67,3 @@ def describe_environment(session: Session, directory: Path) -> None:
             (directory / name).unlink(missing_ok=True)
     for name, content in found.items():
         store.write_whole(directory / name, content.encode())
-    for path in run_files.timeline_files(directory):
-        if run_files.rank_of(path) >= session.world_size:
-            path.unlink()

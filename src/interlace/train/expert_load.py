@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from interlace.models.routers import Router, updated_bias
 from interlace.train.session import Session
+from interlace.train.stage_results import from_last_stage, gives_results
 
 
 def load_values(session: Session, results: Sequence[tuple[Tensor, ...]]) -> dict[str, Any]:
@@ -19,11 +20,12 @@ def load_values(session: Session, results: Sequence[tuple[Tensor, ...]]) -> dict
     the mean of micro-batches. `expert_dropped`: the share of choices over their expert's capacity.
     """
     experts = session.config.model.experts
-    if not experts.count or not results or not results[0]:
+    if not experts.count or not _says_load(session, results):
         return {}
-    counts = [own[1:4] for own in results]
-    load_E, peak, dropped = (torch.stack(each).sum(0) for each in zip(*counts, strict=True))
-    total = session.total(torch.cat((load_E, peak.view(1), dropped.view(1)))).double()
+    counts = [
+        torch.cat((load_E, peak.view(1), over.view(1))) for _, load_E, peak, over, *_ in results
+    ]
+    total = _total(session, counts, (experts.count + 2,)).double()
     load_E, peak, dropped = total[:-2], total[-2], total[-1]
     layers = session.config.model.layers - experts.dense_layers
     return {
@@ -39,10 +41,29 @@ def move_biases(session: Session, results: Sequence[tuple[Tensor, ...]]) -> None
     experts = session.config.model.experts
     if experts.balance != "bias":
         return
-    load_LE = session.total(torch.stack([by_layer for *_, by_layer in results]).sum(0))
+    layers = session.config.model.layers - experts.dense_layers
+    load_LE = _total(session, [by_layer for *_, by_layer in results], (layers, experts.count))
     biases = router_biases(session.weights.module).values()
     for bias, load_E in zip(biases, load_LE, strict=True):
         bias.copy_(updated_bias(bias, load_E, experts.bias_speed))
+
+
+def _says_load(session: Session, results: Sequence[tuple[Tensor, ...]]) -> bool:
+    """Whether the model does, which one of a user's own need not; alike on all ranks."""
+    if session.stages is not None and session.main is not None:
+        return gives_results(session.main)
+    return bool(results and results[0])
+
+
+def _total(session: Session, own: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The sum of what micro-batches of all ranks have, which on ranks of other stages of a pipeline
+    than the last one is nothing; on all ranks."""
+    total = session.total(torch.stack(list(own)).sum(0)) if own else None
+    if session.stages is None or session.main is None:
+        assert total is not None
+        return total
+    like = torch.zeros(shape, dtype=torch.int64, device=session.device)
+    return from_last_stage(session.main, total, like, "the load of experts")
 
 
 def router_biases(module: nn.Module) -> dict[str, Tensor]:

@@ -33,13 +33,14 @@ from interlace.step import Step
 from interlace.text import bits_per_byte, in_bits
 from interlace.train.checkpointer import Checkpointer
 from interlace.train.compare import compare
-from interlace.train.environment import describe_environment
+from interlace.train.environment import describe_environment, describe_plan
 from interlace.train.expert_load import load_values, move_biases
 from interlace.train.fallback import Trial
 from interlace.train.gradient_check import check_gradients
 from interlace.train.metrics import MetricsWriter, step_line
 from interlace.train.model_flops import flops_per_token
 from interlace.train.proof import proof_rows, proof_table
+from interlace.train.renewal import Drift, Renewal
 from interlace.train.session import Session, vocabulary
 from interlace.train.stages import LABEL, record_stages, stages_line
 
@@ -65,6 +66,7 @@ class Trainer:
         self._compared: set[str] = set()
         self.last_recorded: Timeline | None = None
         self.trial = Trial(config, config.strands)
+        self.drift = Drift(config.train.renew_plan_at)
         if session.rank == 0:
             claims.output.check()
             # Not before: a run that cannot start must not cost the user an earlier one.
@@ -176,6 +178,26 @@ class Trainer:
         self.write("step", **values)
         say(session, step_line({**values, "steps": config.train.steps}))
         self._judge(mode, step_ns)
+        if mode == "2" and not trying and "expert_imbalance" in values:
+            self._renew(step, values["expert_imbalance"], batches[0])
+
+    def _renew(self, step: int, load: float, batch: Batch) -> None:
+        """Plan again, on all ranks, where the load of experts has drifted."""
+        moved = self.drift.add(load)
+        if moved is None or self.session.compiled is None:
+            return
+        began = time.perf_counter_ns()
+        plan = Renewal(*self.session.compiled).renew(self.session, batch).plan
+        if self.session.rank == 0:
+            self.claims.output.check()
+            describe_plan(self.session, self.directory)
+        seconds, (before, now) = (time.perf_counter_ns() - began) / 1e9, moved
+        self.write("renewal", step=step, load_before=before, load=now, plan=plan.digest)
+        say(
+            self.session,
+            f"the busiest expert had {before:.2f} times the mean and has {now:.2f}: planned again "
+            f"in {seconds:.1f} s{self._predicted()}",
+        )
 
     def _judge(self, mode: StrandsChoice, step_ns: int) -> None:
         verdict = self.trial.add(mode, step_ns)

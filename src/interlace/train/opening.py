@@ -23,7 +23,8 @@ from interlace.graphs.recompute import policy_of
 from interlace.graphs.wide_sums import wide_sums
 from interlace.ir.plan import Plan
 from interlace.measure.site_times import decompose_of
-from interlace.parallel.data import data_layout, gathered_in_stage
+from interlace.parallel.data import data_layout, gathered_in_stage, shards_of
+from interlace.parallel.expert import dealt_parameters
 from interlace.parallel.meshes import StageGroups, axis_groups, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.ranks.device import check_device, claim_device, limit_waits
@@ -36,7 +37,7 @@ from interlace.runtime.laid_out_link import LaidOutLink
 from interlace.runtime.memory_limit import memory_limits
 from interlace.runtime.rival import inductor_plan
 from interlace.runtime.split_places import agreed_split
-from interlace.runtime.stage_link import StageLink
+from interlace.runtime.stage_link import DealtWeights, StageLink
 from interlace.runtime.stage_meshes import StageMeshes
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import Schedule, find
@@ -46,6 +47,7 @@ from interlace.step import Draws, Step
 from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.fully_sharded import FullyShardedRunner, sharded_twin
 from interlace.train.optimizer import build_optimizer, build_schedule
+from interlace.train.renewal import check_renewal
 from interlace.train.session import (
     DECOMPOSED_MODES,
     DTYPES,
@@ -67,13 +69,19 @@ SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
 def open_session(config: RunConfig) -> Session:
     """Build everything up to and including the plan. Collective; the process group exists."""
     setup, twin = _open(config)
-    runners = _runners(setup, twin)
+    runners, graphs = _runners(setup, twin)
     if setup.stages is not None:
         setup.weights.free_others()
     # Not before: the weights of a stage are known when the model has been cut.
     optimizer = build_optimizer(setup.weights.parameters, setup.config.optimizer)
     schedule = build_schedule(optimizer, setup.config.optimizer, setup.config.train.steps)
-    return Session(**vars(setup), optimizer=optimizer, schedule=schedule, runners=runners)
+    return Session(
+        **vars(setup),
+        optimizer=optimizer,
+        schedule=schedule,
+        runners=runners,
+        compiled=graphs,
+    )
 
 
 def open_graphs(config: RunConfig) -> tuple[Setup, Compilation, Constants]:
@@ -90,10 +98,10 @@ def open_graphs(config: RunConfig) -> tuple[Setup, Compilation, Constants]:
 
 def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     check(config)
-    _refuse_bias(config)
     find(config.pipeline.schedule)  # refused before a model is built
     rank, world_size = dist.get_rank(), dist.get_world_size()
     given, config = config, published_shape(config)
+    check_renewal(config)
     if rank == 0 and (overridden := overridden_shape(given, config)):
         print(overridden, file=sys.stderr, flush=True)
     asked = resolve_layout(config, world_size)
@@ -126,16 +134,6 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     return setup, twin
 
 
-def _refuse_bias(config: RunConfig) -> None:
-    if config.model.experts.balance == "bias" and config.parallel.pipeline > 1:
-        raise InputError(
-            'model.experts.balance = "bias" and parallel.pipeline = '
-            f"{config.parallel.pipeline}: the load that moves biases is known on one stage only",
-            hint='set model.experts.balance to "auxiliary_loss" or "none", or parallel.pipeline '
-            "to 1",
-        )
-
-
 def _trace(
     setup: Setup, schedule: Schedule, *, plain: bool = False, eager: StepRunner | None = None
 ) -> tuple[Compilation, Constants]:
@@ -165,8 +163,8 @@ def _trace(
     held = candidates.whole.held
     if held is not None and setup.stages is not None:
         _refuse_bare_stages(candidates.whole)
-        cut_over = setup.meshes.weights if config.parallel.data_shard > 1 else None
-        weights.keep(held, setup.stages.stage, cut_over, gathered)
+        shards = shards_of(config.parallel)
+        weights.keep(held, setup.stages.stage, setup.meshes, shards, gathered)
     constants = {**weights.constants(), **weights.buffers()}
     gathers = weights.shards is not None or (data is not None and data.gathers_each)
     if gathers and not isinstance(eager, EagerRunner):
@@ -213,16 +211,19 @@ def _say_if_rounded(setup: Setup) -> None:
         )
 
 
-def _runners(setup: Setup, twin: nn.Module | None) -> dict[Mode, StepRunner]:
-    """Every way to run a step that the run file asks for."""
+def _runners(
+    setup: Setup, twin: nn.Module | None
+) -> tuple[dict[Mode, StepRunner], tuple[Compilation, Constants] | None]:
+    """Every way to run a step that the run file asks for, and what plans of strands are made
+    from."""
     if setup.stages is not None:
-        return {setup.config.strands: _pipeline(setup, setup.stages)}
+        return {setup.config.strands: _pipeline(setup, setup.stages)}, None
     modes = modes_of(setup.config)
     runners: dict[Mode, StepRunner] = {}
     if "eager" in modes:
         runners["eager"] = _eager_runner(setup, twin)
     if modes == {"eager"}:
-        return runners
+        return runners, None
     strands = 1 if setup.config.strands == "1" else 2
     compilation, constants = _trace(
         setup,
@@ -239,7 +240,7 @@ def _runners(setup: Setup, twin: nn.Module | None) -> dict[Mode, StepRunner]:
             costs, draws = compilation.tables.get(graphs.digest), _draws(setup)
             made[key] = planned_step(setup.weights, graphs, plan, constants, draws, costs)
         runners[mode] = made[key]
-    return runners
+    return runners, (compilation, constants)
 
 
 def _pipeline(setup: Setup, groups: StageGroups) -> Step:
@@ -261,8 +262,8 @@ def _pipeline(setup: Setup, groups: StageGroups) -> Step:
 
 def _link(setup: Setup, groups: StageGroups) -> StageLink:
     replicas = groups.replicas if groups.copies > 1 else None
-    meshes = setup.meshes.layout, setup.meshes.weights
-    around = [groups.stage, *(group for mesh in meshes for group in mesh.get_all_groups())]
+    dealt = _dealt(setup.weights.module, groups.same_experts)
+    around = [groups.stage, *setup.meshes.groups]
     if groups.apart:
         return LaidOutLink(
             StageMeshes.of(groups.apart), setup.device,
@@ -270,8 +271,15 @@ def _link(setup: Setup, groups: StageGroups) -> StageLink:
         )  # fmt: skip
     assert groups.pipeline is not None
     return StageLink(
-        groups.pipeline, setup.device, replicas=replicas, around=around, wait_s=_WAIT_S
-    )
+        groups.pipeline, setup.device,
+        replicas=replicas, dealt=dealt, around=around, wait_s=_WAIT_S,
+    )  # fmt: skip
+
+
+def _dealt(module: nn.Module, same: dist.ProcessGroup | None) -> DealtWeights:
+    """The weights of dealt experts; `same` are the ranks that hold those of this one."""
+    has_others = same is not None and dist.get_world_size(same) > 1
+    return DealtWeights(frozenset(dealt_parameters(module)), same if has_others else None)
 
 
 def _plans(

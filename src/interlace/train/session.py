@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.compiled import Compilation, Constants
 from interlace.config import Mode, RunConfig, parse_rate
 from interlace.data.batches import Batches, Dataset
 from interlace.errors import InputError, RunError
@@ -28,6 +29,7 @@ from interlace.runtime.memory_limit import constant_bytes
 from interlace.stage_degrees import stages_of, widest
 from interlace.step import Step
 from interlace.train.gradient_norm import clip_by, global_norm, norm_over_stages
+from interlace.train.stage_results import averaged_losses, gives_results
 from interlace.train.step_runners import StepRunner, loss_and_results
 from interlace.train.weights import MasterWeights
 
@@ -182,8 +184,11 @@ class Session(Setup):
 
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
-    runners: Mapping[Mode, StepRunner]
+    runners: dict[Mode, StepRunner]
     """By mode; at least that of `config.strands`."""
+    compiled: tuple[Compilation, Constants] | None = None
+    """What plans of strands were made from, and what stands for the inputs of their graphs; None in
+    a pipeline, and without strands."""
 
     @property
     def constant_bytes(self) -> int:
@@ -254,11 +259,13 @@ class Session(Setup):
         runner, data = self.runner, self.weights.data
         holds_all = self.stages is None and not (data is not None and data.gathers_each)
         if not holds_all and isinstance(runner, Step):
-            losses, results = runner.executor.evaluate(batches), runner.results
-            if self.config.model.experts.count and self.stages is None and results[0]:
-                # The graph is that of training, whose loss has an auxiliary loss in it.
-                return [cross_entropy for cross_entropy, *_ in results]
-            return losses
+            losses = runner.executor.evaluate(batches)
+            if not self.config.model.experts.count or not gives_results(runner):
+                return losses
+            # The graph is that of training, whose loss has an auxiliary loss in it.
+            if self.stages is None:
+                return [cross_entropy for cross_entropy, *_ in runner.results]
+            return list(averaged_losses(runner, torch.stack(losses), 0).unbind())
         self.weights.gather()
         module = self.weights.module.eval()
         try:

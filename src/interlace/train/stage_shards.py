@@ -26,30 +26,31 @@ from interlace.parallel.data import (
     views,
 )
 from interlace.parallel.local_parts import local
-from interlace.parallel.meshes import SHARD_AXIS
+from interlace.parallel.meshes import SHARD_AXIS, Meshes
+from interlace.train.bucket_shards import laid_out
 
 
 class StageShards:
-    """Masters of a stage's weights, cut over the `dp_shard` ranks of `mesh`."""
+    """Masters of a stage's weights, laid out over its ranks and cut over those of `dp_shard`."""
 
     def __init__(
         self,
         module: nn.Module,
         masters: Mapping[str, nn.Parameter],
-        mesh: DeviceMesh,
+        meshes: Meshes,
+        shards: int,
         data: DataLayout | None = None,
     ) -> None:
-        """`masters` are whole but for tensor parallelism, by the names of `module`; `mesh` is
-        `Meshes.weights`, and `data` the buckets that graphs gather, if they do. Small weights that
-        no dimension cuts into equal parts stay whole."""
-        self._ranks, self._rank = mesh[SHARD_AXIS].size(), mesh.get_local_rank(SHARD_AXIS)
-        self._group = mesh.get_group(SHARD_AXIS)
-        found = split_weights(module, self._ranks)
+        """`masters` are whole but for tensor parallelism and the experts of other ranks, by the
+        names of `module`; they are cut into `shards` parts (`parallel.data.shards_of`), those of
+        dealt experts into fewer. `data` has the buckets that graphs gather, if they do. Small
+        weights that no dimension cuts into equal parts stay whole."""
+        self._meshes = {False: meshes.weights, True: meshes.experts}
+        """By whether a weight is one of dealt experts."""
+        found = split_weights(module, shards)
         weights = {each.name: each for each in found if each.name in masters}
         self._cut = {name: each for name, each in weights.items() if each.dim is not None}
-        self.masters = {
-            name: self._master(weights[name], whole, mesh) for name, whole in masters.items()
-        }
+        self.masters = {name: self._master(weights[name], whole) for name, whole in masters.items()}
         parameters = dict(module.named_parameters())
         self._whole = {name: local(parameters[name]) for name in self._cut}
         gathered = [each for each in (data.buckets if data is not None else ()) if each.sharded]
@@ -66,16 +67,18 @@ class StageShards:
         """Whether this rank has only a part of that master."""
         return name in self._cut
 
-    def _master(self, weight: Weight, whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    def _master(self, weight: Weight, whole: nn.Parameter) -> nn.Parameter:
         over = whole.placements if isinstance(whole, DTensor) else None
         part = local(whole)
         if weight.name in self:  # a view would keep the whole weight's memory
             part = self._view(weight, part).clone(memory_format=torch.contiguous_format)
-        laid_out = DTensor.from_local(
-            part, mesh, placements_of(weight, over),
-            run_check=False, shape=whole.shape, stride=whole.stride(),
-        )  # fmt: skip
-        return nn.Parameter(laid_out)
+        layout = placements_of(weight, over)
+        return nn.Parameter(laid_out(part, self._mesh(weight), layout, whole, weight.dealt))
+
+    def _mesh(self, weight: Weight) -> DeviceMesh:
+        mesh = self._meshes[weight.dealt > 1]
+        assert mesh is not None
+        return mesh
 
     def gradient(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a gradient: a view where it is cut along its first dimension, else a
@@ -83,7 +86,7 @@ class StageShards:
         return self._view(self._cut[name], whole).contiguous() if name in self else whole
 
     def _view(self, weight: Weight, whole: Tensor) -> Tensor:
-        return cut(weight, whole, self._rank)
+        return cut(weight, whole, self._mesh(weight).get_local_rank(SHARD_AXIS))
 
     def _packed(self, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         parts = [self._view(each, local(parameters[each.name])) for each in bucket.weights]
@@ -114,17 +117,18 @@ class StageShards:
             self._gather()
 
     def _gather(self) -> None:
-        of_type: dict[torch.dtype, list[Weight]] = {}
+        alike: dict[tuple[torch.dtype, bool], list[Weight]] = {}
         for name, weight in self._cut.items():
-            of_type.setdefault(self._whole[name].dtype, []).append(weight)
-        for dtype, weights in of_type.items():
+            alike.setdefault((self._whole[name].dtype, weight.dealt > 1), []).append(weight)
+        for (dtype, _), weights in alike.items():
             parts = [local(self.masters[weight.name]).reshape(-1).to(dtype) for weight in weights]
-            own = torch.cat(parts)
-            gathered = own.new_empty(self._ranks * own.numel())
-            dist.all_gather_into_tensor(gathered, own, group=self._group)
+            own, ranks = torch.cat(parts), weights[0].ranks
+            gathered = own.new_empty(ranks * own.numel())
+            group = self._mesh(weights[0]).get_group(SHARD_AXIS)
+            dist.all_gather_into_tensor(gathered, own, group=group)
             shapes = [weight.part for weight in weights]
             sizes = [prod(shape) for shape in shapes]
-            for rank, flat in enumerate(gathered.view(self._ranks, -1)):
+            for rank, flat in enumerate(gathered.view(ranks, -1)):
                 for weight, shape, piece in zip(weights, shapes, flat.split(sizes), strict=True):
                     whole = self._whole[weight.name]
                     cut(weight, whole, rank).copy_(piece.view(shape))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -102,20 +101,21 @@ class MasterWeights:
         self,
         names: Collection[str],
         group: dist.ProcessGroup,
-        cut_over: DeviceMesh | None,
+        meshes: Meshes,
+        shards: int,
         gathered: DataLayout | None = None,
     ) -> None:
         """Be master of these parameters only, those of a stage, as all ranks of `group` are; before
-        any gradient is summed. With `cut_over`, `Meshes.weights`, be master of a part of each;
-        `gathered` are the buckets that graphs gather."""
+        any gradient is summed. Of `shards` parts of each, be master of one; `gathered` are the
+        buckets that graphs gather."""
         self.group = group
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         kept = {id(parameters[name]) for name in names}
         unique = self.module.named_parameters()
         of_stage = {name for name, parameter in unique if id(parameter) in kept}
         self.masters = {n: master for n, master in self.masters.items() if n in of_stage}
-        if cut_over is not None:
-            self.shards = StageShards(self.module, self.masters, cut_over, gathered)
+        if shards > 1 or meshes.experts is not None:
+            self.shards = StageShards(self.module, self.masters, meshes, shards, gathered)
             self.masters = self.shards.masters
 
     @torch.no_grad()

@@ -1,0 +1,194 @@
+"""torchtitan's trainer with interleaved micro-batches against itself without."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from processes import run_ranks
+from titan_on_cpu import mask, prepare, recipe, trainers, world
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from interlace.config import PlanConfig
+from interlace.errors import InputError
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None, reason="needs the extra torchtitan"
+)
+STEPS = 3
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"plain": {}, "qwen3": {"model": "qwen3"}},
+    2: {
+        "sharded": {},
+        "replicas": {
+            "parallelism.data_parallel_replicate_degree": 2,
+            "training.mixed_precision_param": "float32",
+        },
+        "tensor": {"parallelism.tensor_parallel_degree": 2},
+    },
+    4: {"both": {"parallelism.tensor_parallel_degree": 2}},
+}
+"""By the number of ranks: what is set in the debug recipe of a model."""
+
+
+def trained(kind: Any, config: Any) -> tuple[list[tuple[float, float]], list[Tensor]]:
+    """(loss, norm of gradients) of each step as they are logged, and this rank's weights."""
+    trainer = kind(config)
+    seen: list[tuple[float, float]] = []
+
+    def log(step: int, loss: float, most: float, norm: float, extra_metrics: Any) -> None:
+        seen.append((loss, norm))
+
+    trainer.metrics_processor.log = log
+    data = trainer.batch_generator(trainer.dataloader)
+    for _ in range(STEPS):
+        trainer.step += 1
+        trainer.train_step(data)
+    weights = [parameter.detach() for parameter in trainer.model_parts[0].parameters()]
+    trainer.close()
+    if getattr(trainer, "compiled", None) is not None:
+        assert trainer.compiled.plan.schedule == "two_strand"
+    return seen, [each.to_local() if isinstance(each, DTensor) else each for each in weights]
+
+
+def equal(folder: str, options: dict[str, Any]) -> bool:
+    """Whether losses, norms and weights have the same bits."""
+    from interlace.torchtitan import interleaved
+
+    stock, ours = trainers(PlanConfig(cluster="h100"))
+    wanted = trained(stock, interleaved(recipe(folder, **options)))
+    found = trained(ours, interleaved(recipe(folder, **options)))
+    assert len(found[0]) == STEPS
+    assert len({loss for loss, _ in found[0]}) == STEPS
+    pairs = zip(found[1], wanted[1], strict=True)
+    return found[0] == wanted[0] and all(torch.equal(a, b) for a, b in pairs)
+
+
+def refused(folder: str) -> dict[str, str]:
+    """What a recipe is refused with, by what is set in it."""
+    from interlace.torchtitan import TitanTrainer, interleaved
+
+    settings: dict[str, tuple[str, Any]] = {
+        "pipeline": ("parallelism.pipeline_parallel_degree", 2),
+        "context": ("parallelism.context_parallel_degree", 2),
+        "experts": ("parallelism.expert_parallel_degree", 2),
+        "backend": ("parallelism.spmd_backend", "spmd_types"),
+        "compile": ("compile.enable", True),
+        "graphs": ("training.disable_cuda_graphs", False),
+        "offload": ("training.enable_cpu_offload", True),
+        "one": ("training.global_batch_size", -1),
+    }
+    found = {}
+    for name, (path, value) in settings.items():
+        config = interleaved(recipe(folder))
+        part, _, field = path.partition(".")
+        setattr(getattr(config, part), field, value)
+        found[name] = _error(lambda config=config: config.build())
+    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+    from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel_dist_gemm
+
+    plain = recipe(folder)
+    found["stock"] = _error(lambda: TitanTrainer(plain))
+    found["mixture"] = _error(lambda: interleaved(deepseek_v3_debugmodel()).build())
+    tied = interleaved(recipe(folder, "qwen3"))
+    tied.parallelism.tensor_parallel_degree = 2
+    found["tied"] = _error(tied.build)
+    found["matmuls"] = _error(lambda: interleaved(llama3_debugmodel_dist_gemm()).build())
+    found["windows"] = _error(lambda: interleaved(gpt_oss_debugmodel()).build())
+    return found
+
+
+REFUSED = {
+    "pipeline": "pipeline_parallel_degree = 2",
+    "context": "context_parallel_degree = 2",
+    "experts": "expert_parallel_degree = 2",
+    "backend": "spmd_backend = 'spmd_types'",
+    "compile": "compile.enable = True",
+    "graphs": "disable_cuda_graphs = False",
+    "offload": "enable_cpu_offload = True",
+    "one": "--training.global_batch_size",
+    "stock": "spmd_backend",
+    "mixture": "has experts",
+    "tied": "ties its embedding to its head",
+    "matmuls": "communicates inside of its matmuls",
+    "windows": "has experts",
+}
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except InputError as error:
+        return f"{error}\n{error.hint}"
+    return ""
+
+
+def command_line() -> str:
+    """What `--module interlace.torchtitan --config llama3_debugmodel` builds."""
+    from torchtitan.config import ConfigManager
+
+    from interlace.torchtitan import PackedAttention, TitanTrainer
+
+    arguments = ["--module", "interlace.torchtitan", "--training.global_batch_size", "16"]
+    kinds = []
+    for name in ("llama3_8b", "torchtitan.models.llama3.config_registry.llama3_debugmodel"):
+        config: Any = ConfigManager().parse_args([*arguments, "--config", name])
+        assert isinstance(config, TitanTrainer.Config)
+        assert config.training.global_batch_size == 16
+        layer = config.model_spec.model.layers[0]
+        assert isinstance(layer.attention.inner_attention, PackedAttention.Config)
+        kinds.append(type(config)._owner)
+    assert set(kinds) == {TitanTrainer}
+    with pytest.raises(ValueError, match="not found"):
+        ConfigManager().parse_args([*arguments, "--config", "llama3_9b"])
+    return kinds[0].__name__
+
+
+def attention_is_flex() -> float:
+    """How far `PackedAttention` is from FlexAttention with torchtitan's mask, forward."""
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+    from torchtitan.models.common import attention
+
+    from interlace.torchtitan import PackedAttention, packed_mask
+
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
+    assert torch.equal(packed_mask(positions), mask(positions))
+    q, k, v = torch.randn(3, 2, 8, 4, 16).unbind()
+    document = attention.get_efficient_causal_mask_mod_for_packed_document(positions)
+    both = and_masks(attention.get_causal_mask_mod(), document)
+    block = create_block_mask(both, 2, None, 8, 8, device="cpu")
+    wanted = flex_attention(*(each.transpose(1, 2) for each in (q, k, v)), block_mask=block)
+    found = PackedAttention.Config().build()(q, k, v, attention_masks=packed_mask(positions))
+    return float((found - wanted.transpose(1, 2)).abs().max())
+
+
+def ranks(folder: str, number: int) -> dict[str, Any]:
+    """A child: all that is tried on so many ranks."""
+    prepare()
+    found: dict[str, Any] = {}
+    with world():
+        if number == 1:
+            found |= {"refused": refused(folder), "built": command_line()}
+            found["flex"] = attention_is_flex()
+        found["equal"] = {name: equal(folder, each) for name, each in CASES[number].items()}
+    return found
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_losses_norms_and_weights_are_those_of_torchtitan(
+    number: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """To the last bit, in bfloat16 and float32, with gradients accumulated over 3 micro-batches."""
+    folder = str(tmp_path_factory.mktemp("titan"))
+    found = run_ranks("test_torchtitan:ranks", number, args=[folder, number], timeout_s=200)
+    for result in found:
+        assert all(result.value["equal"].values()), result.value["equal"]
+    if number == 1:
+        value = found[0].value
+        assert value["built"] == "TitanTrainer"
+        assert value["flex"] < 1e-6
+        assert value["refused"].keys() == REFUSED.keys()
+        for name, part in REFUSED.items():
+            assert part in value["refused"][name], (name, value["refused"][name])
