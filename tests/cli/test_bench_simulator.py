@@ -29,3 +29,8 @@ def test_it_prints_and_writes_its_scores(
         "matmuls, A100-PCIe-80G": pytest.approx(0.041, abs=0.001),
         "matmuls, B200-SXM": pytest.approx(0.151, abs=0.001),
     }
+    strands = [row for row in rows if row["metric"] == "factor"]
+    assert "GPT 18B, A40, 8K: dp 8, tp 8  " in printed
+    assert "Phi-3.5 MoE, A800, 8K: dp 16, pp 4, ep 8, mixture of experts" in reasons
+    assert all(row["ours"] > 1 for row in strands)
+    assert next(row for row in rows if row["metric"] == "within_6_points")["baseline"] == 4

@@ -3,7 +3,8 @@
 Computes the step of every row of `presets/measured/training.csv` that the model describes, and says
 which it does not. Then two numbers for each source, a factor on the rates of its devices and the
 host's time per operator, are fitted to every third row and held against the others. Needs no GPU
-and no second process; takes seconds. Single matmuls are held against measured ones as well.
+and no second process; takes seconds. Single matmuls are held against measured ones as well, and
+published factors of two strands over one against `interlace.strategy`.
 """
 
 from pathlib import Path
@@ -12,6 +13,16 @@ from interlace.bench.results import ResultRow, environment, write_json
 from interlace.bench.simulator_matmuls import MatmulScore, matmul_scores
 from interlace.bench.simulator_rows import measured_rows
 from interlace.bench.simulator_scores import SourceScore, score_source
+from interlace.bench.simulator_strands import (
+    HEADER,
+    NEAR,
+    factor_error,
+    published_factors,
+    strand_rows,
+    strand_scores,
+    strand_table,
+    within,
+)
 from interlace.text import aligned
 
 _HEADER = (
@@ -30,9 +41,8 @@ _HEADER = (
 
 
 def run(*, quick: bool, json_path: Path | None) -> int:
-    """Score all sources, print the tables, write JSON if asked. `quick` leaves none out: all of it
-    takes seconds."""
-    del quick
+    """Score all sources, print the tables, write JSON if asked. `quick` simulates two strands
+    for every fourth of their rows; all others take seconds."""
     sources = list(measured_rows().values())
     scores = [score for rows in sources if (score := score_source(rows)) is not None]
     print(aligned(_HEADER, [_cells(score) for score in scores], text_columns=1))
@@ -47,9 +57,18 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     print("\nmatmuls, by the share of the peak that was fitted to them:")
     for each in matmuls:
         print(f"  {each.gpu}: {each.rows} shapes, error {each.error:.1%}, worst {each.worst:.0%}")
+    strands = strand_scores(every=4 if quick else 1)
+    print("\nDHelix on 64 devices (arXiv 2411.15871):")
+    print(aligned(HEADER, strand_table(strands), text_columns=1))
+    print(f"factor_error {factor_error(strands):.1f} points, within {NEAR:.0f} points: ", end="")
+    print(f"{within(strands)} of {len(strands)}")
+    for row in published_factors():
+        if row.left_out:
+            print(f"  left out: {row.name}, {row.left_out}")
     if json_path is not None:
         result = [row for score in scores for row in result_rows(score)]
         result += [matmul_row(each) for each in matmuls]
+        result += strand_rows(strands)
         write_json(json_path, "simulator", environment("no link: computed"), result)
         print(json_path)
     return 0
