@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_ranks
-from titan_on_cpu import mask, prepare, recipe, trainers, world
+from titan_on_cpu import SITE, mask, prepare, recipe, trainers, world
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -14,7 +14,8 @@ from interlace.config import PlanConfig
 from interlace.errors import InputError
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torchtitan") is None, reason="needs the extra torchtitan"
+    not SITE.exists() and importlib.util.find_spec("torchtitan") is None,
+    reason="needs the extra torchtitan, which make setup brings",
 )
 STEPS = 3
 CASES: dict[int, dict[str, dict[str, Any]]] = {

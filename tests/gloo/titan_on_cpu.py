@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +25,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 LENGTH, VOCABULARY = 32, 2048
+SITE = Path(sys.prefix) / "torchtitan"
+"""Where `make setup` puts torchtitan and what it needs: in the environment itself, torchao would be
+imported by every test of transformers."""
 MICRO_BATCHES, SIZE = 3, 2
 
 
 def prepare() -> None:
     """Make `import torchtitan` possible without a GPU."""
+    if str(SITE) not in sys.path:
+        sys.path.append(str(SITE))  # behind, so that all else is what other tests have
     from torch import _utils
 
     _utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
