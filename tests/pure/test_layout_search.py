@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,6 +194,28 @@ def test_summary_and_data():
 def test_what_is_wrong_is_named(config, cluster, batch, named):
     with pytest.raises(InputError, match=named):
         search_layouts(space_of(config, cluster, batch))
+
+
+def test_the_least_memory_is_that_of_all_layouts():
+    """Of Llama 405B on 64 devices. With one chunk's values 64 stages take least, and that is above
+    the memory of a device already; with all values 8 stages of 8 tensor ranks do."""
+    model = ModelConfig(
+        layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocab_size=128256
+    )
+    config = replace(LLAMA, model=model, data=DataConfig(sequence_length=8192))
+    space = space_of(config, "h100x64", 64)
+    with pytest.raises(InputError, match="does not fit") as found:
+        search_layouts(space)
+    said = float(re.search(r"least found is ([\d.]+) GiB", found.value.message)[1])
+    bounds = Bounds(space.config, space.cluster)
+    peaks = [
+        simulate_job(space.config, space.cluster, layout, bounds.parts(layout)).peak.total / 2**30
+        for layout in space.layouts()
+        if (layout.tensor, layout.pipeline, layout.recompute) == (8, 8, "layer")
+        and (layout.micro_batch, layout.schedule) == (1, "one_f_one_b")
+    ]
+    assert peaks
+    assert said <= 1.01 * min(peaks)
 
 
 def test_the_expected_error_is_that_of_the_bench():

@@ -49,7 +49,7 @@ def trace_repeated(
     module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False
 ) -> Repeated:
     """The graphs that `trace_chunk(module, example_inputs)` gives, node for node, for the cost of
-    tracing a few blocks.
+    tracing a few blocks. Copied blocks share small constants that each would have made anew.
 
     All blocks are traced after all if no period of them can stand for the others. Without `watch`,
     code around the blocks must treat blocks of one kind alike: what it does for one in the middle

@@ -71,22 +71,20 @@ def search_layouts(space: LayoutSpace, progress: Progress = lambda _: None) -> F
     """Raises InputError if no layout is legal, or none fits in memory."""
     bounds = Bounds(space.config, space.cluster)
     room = (1 - SPARE) * space.cluster.memory_gib * 2**30
-    looked_at, fitting = 0, []
-    least: tuple[float, JobLayout] | None = None
+    looked_at, able, fitting = 0, [], []
     for layout in space.layouts():
         looked_at += 1
         try:
             needed = bounds.least_bytes(layout, room)
         except InputError:  # the schedule does not run on so many ranks or layers
             continue
-        if least is None or needed < least[0]:
-            least = needed, layout
+        able.append(layout)
         if needed <= room:
             fitting.append(layout)
-    if least is None:
+    if not able:
         raise _no_layout(space)
     if not fitting:
-        raise _too_large(space, bounds, least[1])
+        raise _too_large(space, bounds, able)
     progress(f"{looked_at:,} layouts, {len(fitting):,} fit in memory")
     ordered = sorted(
         (bound, number)
@@ -96,7 +94,7 @@ def search_layouts(space: LayoutSpace, progress: Progress = lambda _: None) -> F
     queue = _Queue(space, bounds, room, [(bound, fitting[n]) for bound, n in ordered])
     found = queue.best(TOP, MOST)
     if not found:
-        raise _too_large(space, bounds, least[1])
+        raise _too_large(space, bounds, able)
     progress(f"simulated {len(queue.seen)} of them")
     alone = [each for each in found if not interleaves(each.layout)][:1]
     alone = alone or queue.best(1, MOST // 2, lambda layout: not interleaves(layout))
@@ -200,7 +198,9 @@ def _no_layout(space: LayoutSpace) -> InputError:
     )
 
 
-def _too_large(space: LayoutSpace, bounds: Bounds, layout: JobLayout) -> InputError:
+def _too_large(space: LayoutSpace, bounds: Bounds, layouts: list[JobLayout]) -> InputError:
+    # Without a limit: what is above one is not counted to its end.
+    layout = min(layouts, key=lambda each: bounds.least_bytes(each, float("inf")))
     parts = least_parts(space, bounds, layout)
     named = ", ".join(f"{n} {b / 2**30:.1f}" for n, b in parts.parts().items() if b > 0)
     return InputError(
