@@ -112,12 +112,13 @@ def _trained(case: Case, mesh: DeviceMesh | None, strands: int, first: Trained |
     shared = mesh is not None and case.lay_out is None
     own = slice(mesh.get_local_rank(), None, mesh.size()) if mesh and shared else slice(None)
     if first is not None and case.change is None:
-        module, batches, step = first.module, first.batches, _one_strand(first)
+        module, batches = first.module, first.batches
+        step = one_strand_of(first.step, module, first.start)
     else:
         step = interlace.compile_step(
             module, case.loss, batches[own][0], mesh=mesh, strands=strands, config=QUICK
         )
-    start = [each.detach().clone() for each in _state(module)]
+    start = state_of(module)
     found: list[Tensor] = []
     for number in (1, 2):
         wanted = eager(case, twin, batches)
@@ -133,15 +134,21 @@ def _trained(case: Case, mesh: DeviceMesh | None, strands: int, first: Trained |
     return Trained(step, module, batches, start, [each.detach().clone() for each in found])
 
 
-def _one_strand(first: Trained) -> interlace.Step:
-    """The same graphs in traced order, as of `compile_step(strands=1)`, on the module as it was."""
+def one_strand_of(step: interlace.Step, module: nn.Module, start: list[Tensor]) -> interlace.Step:
+    """The graphs of `step` in traced order, as of `compile_step(strands=1)`, on the module as it
+    was when `state_of` gave `start`. Nothing is traced again."""
     with torch.no_grad():
-        for tensor, value in zip(_state(first.module), first.start, strict=True):
+        for tensor, value in zip(_state(module), start, strict=True):
             tensor.copy_(value)
-    strands, step = first.step.strands, first.step
+    strands = step.strands
     return interlace.Step(
         strands, strands.sequential, step.tensors, schedule=find("one_strand"), draws=step.draws
     )
+
+
+def state_of(module: nn.Module) -> list[Tensor]:
+    """Copies of parameters and buffers."""
+    return [each.detach().clone() for each in _state(module)]
 
 
 def _state(module: nn.Module) -> list[Tensor]:
