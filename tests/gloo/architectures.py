@@ -296,6 +296,12 @@ PLANNED = [
     planned("SmolLM 3", "SmolLM3"),
 ]
 """Two ranks share a layer by the tensor-parallel plan and the code of transformers."""
-_RIGHT_BY_PLAN = {case.name.removesuffix(BY_PLAN) for case in PLANNED if not case.refused}
-ON_TWO_RANKS = [case for case in CASES if case.name not in _RIGHT_BY_PLAN] + PLANNED
-"""Two ranks train an architecture by its plan, or else have replicas that share micro-batches."""
+REPLICAS = (
+    "Gemma 3", "GPT-2", "Qwen3", "Mixtral", "Mamba", "RWKV", "BERT", "T5", "ConvNeXt", "CLIP",
+    "nn.Transformer", "nn.Transformer that looks at its mask", "LSTM in both directions",
+)  # fmt: skip
+"""Of these two ranks have copies: of each heading above one or more, those with tied weights, with
+grouped matmuls in float32, with buffers, with several losses, and one that is refused. Every module
+is traced on one rank; copies add sums of gradients to such graphs, whatever is in them, and
+`strange_modules.py` has 70 more of them."""
+ON_TWO_RANKS = [case for case in CASES if case.name in REPLICAS] + PLANNED

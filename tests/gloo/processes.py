@@ -227,11 +227,12 @@ def free_port() -> int:
 def child_main(target: str, name: str) -> None:
     """The main function of a child: calls the target, writes what it returns."""
     folder = Path(name)
-    warnings.simplefilter(
-        "error"
-    )  # and as in pyproject.toml, deprecated names that torch itself uses
-    warnings.filterwarnings("ignore", ".*torch.distributed.*", FutureWarning, "torch")
-    faulthandler.dump_traceback_later(float(os.environ["RANK_LIMIT_S"]), exit=True)
+    if "AS_FOR_USERS" not in os.environ:  # of `forked_command`, which has a limit of its own
+        warnings.simplefilter("error")
+        # As in pyproject.toml: deprecated names that torch itself uses.
+        warnings.filterwarnings("ignore", ".*torch.distributed.*", FutureWarning, "torch")
+        # Its thread would not be there in a fork, where setting another limit would wait for it.
+        faulthandler.dump_traceback_later(float(os.environ["RANK_LIMIT_S"]), exit=True)
     module, function = target.split(":")
     args = json.loads((folder / "args").read_text())
     value = getattr(importlib.import_module(module), function)(*args)

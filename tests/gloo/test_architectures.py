@@ -1,9 +1,9 @@
 """Architectures of transformers and of torch, trained by a compiled step and by eager PyTorch.
 
-Every row of the table in `architectures.py` takes four optimizer steps on one rank, and on two: by
-transformers' own tensor parallelism where the model publishes a plan, else on replicas that share
-its micro-batches. Losses, whole gradients and weights must be those of an eager twin, or the module
-is refused before the first step, with the reason and the line.
+Every row of the table in `architectures.py` takes four optimizer steps on one rank. On two do those
+whose models publish a plan, by transformers' own tensor parallelism, and one or more of each kind
+on replicas that share its micro-batches. Losses, whole gradients and weights must be those of an
+eager twin, or the module is refused before the first step, with the reason and the line.
 """
 
 import os

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from processes import gloo_group, run_ranks
 
+import interlace
+
 STEPS, MICRO_BATCHES, SEQUENCE, VOCABULARY = 20, 3, 16, 96
 SHAPE = {
     "hidden_size": 32,
@@ -74,12 +76,12 @@ def eager_run(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, first
 
 
-def interlaced_run(folder: str, strands: int) -> tuple[list[float], dict[str, torch.Tensor], str]:
-    """The same on two ranks: losses, the first gradients made whole, and all bits of the end."""
-    from strand_world import bits
+def interlaced_runs(folder: str) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
+    """The same on two ranks: losses, the first gradients made whole, and all bits of two strands
+    and of one, which runs the graphs that were traced for two."""
+    from strange_world import one_strand_of, state_of
     from torch.distributed.device_mesh import init_device_mesh
 
-    import interlace
     from interlace.config import PlanConfig
     from interlace.models.transformers_model import TransformersLoss, build
     from interlace.parallel.plans import apply_published_plan
@@ -89,15 +91,28 @@ def interlaced_run(folder: str, strands: int) -> tuple[list[float], dict[str, to
     model = build(folder, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     apply_published_plan(model, mesh)
+    start = state_of(model)
     with loss_context(mesh):
         step = interlace.compile_step(
             TransformersLoss(model),
             lambda module, tokens, targets: module(tokens, targets),
             batches(0)[0],
             mesh=mesh,
-            strands=strands,
             config=PlanConfig(search="list", cluster="h100"),
         )
+    assert step.plan.schedule == "two_strand"
+    losses, first, two = run_of(step, model)
+    one = one_strand_of(step, model, start)
+    assert one.plan.schedule == "one_strand"
+    return losses, first, [two, run_of(one, model)[2]]
+
+
+def run_of(
+    step: interlace.Step, model: torch.nn.Module
+) -> tuple[list[float], dict[str, torch.Tensor], str]:
+    """Losses, the first gradients made whole, and all bits of 20 steps."""
+    from strand_world import bits
+
     optimizer, losses, first, seen = adam(model), [], {}, []
     for index in range(STEPS):
         losses.append(float(step(batches(index))))
@@ -106,7 +121,6 @@ def interlaced_run(folder: str, strands: int) -> tuple[list[float], dict[str, to
         seen += [bits(p.grad) for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    assert step.plan.schedule == ("one_strand", "two_strand")[strands - 1]
     return losses, first, " ".join(seen + [bits(p) for p in model.parameters()])
 
 
@@ -118,8 +132,7 @@ def train(folders: dict[str, str]) -> dict[str, dict]:
 
 def compare(folder: str) -> dict:
     wanted, gradients = eager_run(folder)
-    losses, found, two = interlaced_run(folder, 2)
-    _, _, one = interlaced_run(folder, 1)
+    losses, found, (two, one) = interlaced_runs(folder)
     errors = {
         name: float((found[name] - wanted_).abs().max() / wanted_.abs().max())
         for name, wanted_ in gradients.items()

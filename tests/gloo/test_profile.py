@@ -27,6 +27,9 @@ from interlace.runtime.recorder import HostClock
 
 pytestmark = pytest.mark.alone
 
+SMALL = ("--model.layers", "1", "--plan.profile_repeats", "1")
+"""How much is measured and how often does not matter where a profile ends and goes on."""
+
 
 def start_up() -> dict[str, Any]:
     """A child: what a training run measures before its first step."""
@@ -160,7 +163,7 @@ def kept(path: Path) -> dict[str, Any]:
 def test_a_killed_profile_continues(tmp_path: Path) -> None:
     """What was measured before SIGKILL stays bit for bit; then the file is complete and current."""
     place = Workplace(tmp_path)
-    words = ("profile", "run.toml", "-o", "cost.json", "--model.layers", "1")
+    words = ("profile", "run.toml", "-o", "cost.json", *SMALL)
     partial, output = tmp_path / "cost.json.partial", tmp_path / "cost.json"
     with place.start(*words).running() as command:
         deadline = time.monotonic() + LIMIT_S
@@ -209,7 +212,7 @@ def test_a_killed_profile_continues(tmp_path: Path) -> None:
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     """Exit code 130, the partial file is there, and a partial file of another run is refused."""
     place = Workplace(tmp_path)
-    words = ("profile", "run.toml", "-o", "cost.json", "--model.layers", "1")
+    words = ("profile", "run.toml", "-o", "cost.json", *SMALL)
     with place.start(*words).running() as command:
         command.wait_for("by size")
         send(psutil.Process(command.process.pid), signal.SIGINT)

@@ -31,7 +31,7 @@ ALONE = ("--parallel.tensor", "1")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """A workplace in which `out` holds a finished run of two strands, compared with the others."""
     place = Workplace(tmp_path_factory.mktemp("training"))
-    place.train("--compare.steps", "2", out="out")
+    place.train("--compare.steps", "2", out="out", afresh=True)
     return place
 
 
