@@ -185,13 +185,6 @@ def _check_experts(config: RunConfig) -> None:
     if parallel.expert == 1:
         return
     given = f"parallel.expert = {parallel.expert}"
-    if model.source == "hugging_face":
-        raise InputError(
-            f'{given} and model.source = "hugging_face": experts of models of transformers are not '
-            "dealt to ranks",
-            hint='set parallel.expert to 1, or model.source to "interlace": Mixtral, Qwen3-MoE and '
-            "Phi-3.5-MoE checkpoints are read",
-        )
     if config.pipeline.stages:
         raise InputError(
             f"{given} and pipeline.stages = {list(config.pipeline.stages)}: experts are dealt to "

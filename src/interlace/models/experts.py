@@ -34,7 +34,35 @@ class RowExchange(nn.Module):
         return rows
 
 
-class Experts(nn.Module):
+class ExpertLayer(nn.Module):
+    """Experts of any kind: rows go to their experts, which `on_rows` computes, and back."""
+
+    count: int
+    """Experts of the layer, those of other ranks too."""
+    exchange: RowExchange
+
+    def on_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """[M, D] -> [M, D]: each row by its expert; `counts` are those of `RowExchange.counts`.
+        Under expert parallelism M is known at run time only (`interlace.graphs.ragged`)."""
+        raise NotImplementedError
+
+    def dispatched(self, x_ND: Tensor, ids_NK: Tensor, gates_NK: Tensor) -> Tensor:
+        """[N, D]: the sum of the outputs of each token's experts, weighted by its gates.
+
+        `ids_NK` are numbers of experts; `count` stands for none (the row was dropped and adds 0).
+        """
+        tokens, per_token = ids_NK.shape
+        exchange = self.exchange
+        order, place, sent_E = expert_order(ids_NK, self.count)
+        counts = exchange.counts(sent_E)
+        rows = exchange.to_experts(rows_of_tokens(x_ND, order, place, per_token), counts)
+        out = self.on_rows(rows, counts)
+        back = exchange.to_tokens(out, counts, tokens * per_token)
+        rows_NKD = tokens_of_rows(back, order, place).view(tokens, per_token, -1)
+        return (rows_NKD * gates_NK.unsqueeze(2)).sum(1).to(x_ND.dtype)
+
+
+class Experts(ExpertLayer):
     """`count` experts without biases: down(silu(gate(x)) * up(x)), each on its own tokens.
 
     Weights lie as those of `nn.Linear` do, [E, F, D] and [E, D, F]. Nothing is padded or dropped:
@@ -52,18 +80,12 @@ class Experts(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, x_ND: Tensor, ids_NK: Tensor, gates_NK: Tensor) -> Tensor:
-        """[N, D]: the sum of the outputs of each token's experts, weighted by its gates.
+        """As in `dispatched`."""
+        return self.dispatched(x_ND, ids_NK, gates_NK)
 
-        `ids_NK` are numbers of experts; `count` stands for none (the row was dropped and adds 0).
-        """
-        tokens, per_token = ids_NK.shape
-        exchange, ranks = self.exchange, self.exchange.ranks
-        order, place, sent_E = expert_order(ids_NK, self.count)
-        counts = exchange.counts(sent_E)
-        rows = exchange.to_experts(rows_of_tokens(x_ND, order, place, per_token), counts)
+    def on_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """As in `ExpertLayer`."""
+        ranks = self.exchange.ranks
         gated = F.silu(grouped_matmul(rows, self.gate, counts, ranks))
         inner = gated * grouped_matmul(rows, self.up, counts, ranks)
-        out = grouped_matmul(inner, self.down, counts, ranks)
-        back = exchange.to_tokens(out, counts, tokens * per_token)
-        rows_NKD = tokens_of_rows(back, order, place).view(tokens, per_token, -1)
-        return (rows_NKD * gates_NK.unsqueeze(2)).sum(1).to(x_ND.dtype)
+        return grouped_matmul(inner, self.down, counts, ranks)

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import InputError
 from interlace.experts.between_ranks import host_counts, received_counts, to_experts, to_tokens
-from interlace.models.experts import Experts, RowExchange
+from interlace.models.experts import ExpertLayer, RowExchange
+from interlace.parallel.published_experts import adopt_published_experts
 
 
 class BetweenRanks(RowExchange):
@@ -44,12 +45,14 @@ def apply_expert_parallel(
     """Deal the experts of all layers of `model` to the ranks of a one-dimensional mesh, in place.
     Every rank must hold equal weights, plain tensors. `counts`, another group of the same ranks,
     is for the counts of rows: on the group of `mesh` they wait for the rows of the other strand.
+    A model of `transformers` is dealt by the plan that it publishes (`published_experts`).
 
     Raises InputError for a model without experts, and for a number that the ranks do not divide.
     """
     ranks = mesh.size()
     if ranks == 1:
         return
+    adopt_published_experts(model)
     found = list(_layers(model))
     if not found:
         raise InputError(
@@ -86,7 +89,7 @@ def dealt_over(model: nn.Module) -> dict[str, DeviceMesh]:
     return {each.group: each.mesh for each in exchanges if isinstance(each, BetweenRanks)}
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, ExpertLayer]]:
     for name, module in model.named_modules():
-        if isinstance(module, Experts):
+        if isinstance(module, ExpertLayer):
             yield name, module

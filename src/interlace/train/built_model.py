@@ -98,6 +98,8 @@ def _transformers_module(
     length = config.data.sequence_length
     with device:  # fake tensors cannot be moved
         model = build(config.model.config, vocab_size=vocab_size, sequence_length=length)
+    if meshes.experts is not None:
+        apply_expert_parallel(model, meshes.experts[EXPERT_AXIS], meshes.counts)
     apply_published_plan(model, meshes.tensor)
     return TransformersLoss(model)
 
