@@ -132,7 +132,8 @@ def _bounds(node: fx.Node, kind: str) -> tuple[float, float]:
     if kind == "bernoulli":
         return 0.0, float(numbers[0]) if numbers else float(node.kwargs.get("p", 0.5))  # type: ignore[arg-type]
     if kind == "exponential":
-        return 0.0, float(numbers[0]) if numbers else float(node.kwargs.get("lambd", 1.0))  # type: ignore[arg-type]
+        rate: Any = numbers[0] if numbers else node.kwargs.get("lambd", 1.0)
+        return 0.0, float(rate)
     if kind == "uniform" and node.target == aten.uniform.default:
         low, high = (numbers + [0.0, 1.0][len(numbers) :])[:2]
         return float(low), float(high)

@@ -1,4 +1,4 @@
-"""The experts of a `transformers` model as layers that can be dealt to ranks, by its published plan.
+"""Experts of a `transformers` model as layers that can be dealt to ranks, by its published plan.
 
 The plan (`base_model_ep_plan` of its configuration, `ep_plan` of the model) gives a style by name:
 
