@@ -139,18 +139,18 @@ def tensor_parallel(folder: str) -> str:
         return refused.value.message
 
 
-class Drawn:
-    """Plain code is given numbers that a graph drew, one after the other."""
+def give(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """A list: plain code gets its numbers in place of those that it draws, in their order."""
+    numbers: list[Tensor] = []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.numbers: list[Tensor] = []
-        for owner, name in ((Tensor, "exponential_"), (Tensor, "uniform_"), (torch, "rand_like")):
-            monkeypatch.setattr(owner, name, self._next)
-
-    def _next(self, like: Tensor) -> Tensor:
-        number = self.numbers.pop(0)
+    def given(like: Tensor) -> Tensor:
+        number = numbers.pop(0)
         assert number.shape == like.shape
         return number
+
+    for owner, name in ((Tensor, "exponential_"), (Tensor, "uniform_"), (torch, "rand_like")):
+        monkeypatch.setattr(owner, name, given)
+    return numbers
 
 
 @pytest.mark.parametrize("case", ["phimoe", "phimoe, plain"])
@@ -170,13 +170,13 @@ def test_phimoe_draws_its_experts(
     loss = float(step(batches()))
     found = {name: p.grad.clone() for name, p in module.model.named_parameters()}
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").train()
-    drawn, total = Drawn(monkeypatch), 0.0
-    for (tokens, targets), numbers in zip(batches(), given, strict=True):
-        drawn.numbers = numbers
+    numbers, total = give(monkeypatch), 0.0
+    for (tokens, targets), drawn in zip(batches(), given, strict=True):
+        numbers += drawn
         logits = plain(input_ids=tokens).logits
         each = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / 4
         each.backward()
-        assert not drawn.numbers
+        assert not numbers
         total += each.item()
     assert abs(loss - total) < BOUND
     assert error(found, {name: p.grad for name, p in plain.named_parameters()}) < BOUND

@@ -86,8 +86,8 @@ def hint_for(node: fx.Node) -> str:
             "eager PyTorch"
         )
     return (
-        "draw with torch.rand, randn, randint, bernoulli, uniform or exponential, or outside, as one more tensor of each "
-        "batch"
+        "draw with torch.rand, randn, randint, bernoulli, uniform_ or exponential_, or outside, as "
+        "one more tensor of each batch"
     )
 
 
