@@ -15,7 +15,7 @@ from checkpoint_runs import Runs
 from hugging_face_models import MOE, VOCABULARY, batch, saved
 from processes import gloo_group, run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import interlace
 from interlace.checkpoint.to_hugging_face import export_checkpoint, sound_manifest
@@ -189,6 +189,19 @@ DEALT = {"mixtral": True, "qwen3_moe, dense layers": False, "phimoe": False}
 """Models whose experts are dealt to ranks, and whether they add their auxiliary loss."""
 
 
+def dealt_step(
+    model: nn.Module, strands: int, mesh: DeviceMesh, rank: int
+) -> tuple[float, dict[str, Tensor], list[str]]:
+    """The loss of a step of a rank's micro-batches, gradients, and which parameters are dealt."""
+    apply_expert_parallel(model, mesh)
+    step = interlace.compile_step(
+        TransformersLoss(model), loss_fn, batches()[0], mesh=mesh, strands=strands, config=QUICK
+    )
+    loss = float(step(batches()[2 * rank : 2 * rank + 2]))
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return loss, gradients, sorted(dealt_parameters(model))
+
+
 def dealt(folders: list[str]) -> list[dict[str, Any]]:
     """On each of two ranks, which see two micro-batches each and hold half of the experts."""
     facts = []
@@ -197,16 +210,9 @@ def dealt(folders: list[str]) -> list[dict[str, Any]]:
         rank = mesh.get_rank()
         for folder in folders:
             loss, wanted = eager(folder)
-            seen = []
-            for strands in (1, 2):
-                model = settled(built(folder))
-                apply_expert_parallel(model, mesh["ep"])
-                step = interlace.compile_step(
-                    TransformersLoss(model), loss_fn, batches()[0],
-                    mesh=mesh, strands=strands, config=QUICK,
-                )  # fmt: skip
-                mine = float(step(batches()[2 * rank : 2 * rank + 2]))
-                seen.append((mine, {n: p.grad.clone() for n, p in model.named_parameters()}))
+            seen = [
+                dealt_step(settled(built(folder)), strands, mesh["ep"], rank) for strands in (1, 2)
+            ]
             whole = torch.tensor(seen[0][0])
             dist.all_reduce(whole)
             parts = {
@@ -219,8 +225,10 @@ def dealt(folders: list[str]) -> list[dict[str, Any]]:
                 "gradients": error(seen[0][1], parts),
                 "bitwise": seen[0][0] == seen[1][0]
                 and all(torch.equal(seen[1][1][name], each) for name, each in seen[0][1].items()),
-                "dealt": sorted(dealt_parameters(model)) == experts,
+                "dealt": seen[0][2] == experts,
             })  # fmt: skip
+        one, two = (dealt_step(built(folders[-1]), n, mesh["ep"], rank) for n in (1, 2))
+        facts[-1]["drawn"] = one[0] == two[0] != seen[0][0]
         dist.barrier()
     return facts
 
@@ -238,6 +246,7 @@ def test_experts_are_dealt_by_the_published_plan(tmp_path: Path) -> None:
             assert found["gradients"] < BOUND, found
             assert found["bitwise"], found
             assert found["dealt"], found
+        assert result.value[-1]["drawn"], "PhiMoE draws in training, by any number of strands alike"
 
 
 def test_dealt_experts_beside_shared_weights(tmp_path: Path) -> None:
