@@ -51,6 +51,7 @@ TWO: list[tuple[Layout, Recompute]] = [
     ({"data_replicate": 2, "expert": 2}, "none"),
     ({"data_shard": 2, "expert": 2}, "layer"),
     ({"context": 2, "expert": 2}, "none"),
+    ({"data_shard": 2, "expert": 2, "expert_sends": "merged"}, "layer"),
 ]
 FOUR: list[tuple[Layout, Recompute]] = [
     ({"data_replicate": 4, "expert": 2}, "layer"),
@@ -59,6 +60,7 @@ FOUR: list[tuple[Layout, Recompute]] = [
     ({"data_shard": 4, "expert": 2, "reduce": "micro_batch"}, "layer"),
     ({"data_replicate": 2, "data_shard": 2, "expert": 4}, "none"),
     ({"data_replicate": 2, "data_shard": 2, "expert": 2}, "none"),
+    ({"data_replicate": 2, "data_shard": 2, "expert": 4, "expert_sends": "merged"}, "none"),
 ]
 
 
@@ -96,7 +98,8 @@ def _case(layout: Layout, recompute: Recompute, routing: str) -> dict[str, Any]:
     assert meshes.experts is not None
     module = MixtureLoss(LAYERS, WIDTH, INNER)
     module.push(routing)
-    apply_expert_parallel(module, meshes.experts[EXPERT_AXIS], meshes.counts)
+    merged = config.expert_sends == "merged"
+    apply_expert_parallel(module, meshes.experts[EXPERT_AXIS], meshes.counts, merged=merged)
     data = data_layout(module, config, meshes, torch.float64)
     weights = MasterWeights(module, torch.float32, data=data, meshes=meshes)
     mine = _seen(meshes)
