@@ -183,6 +183,12 @@ def _check_experts(config: RunConfig) -> None:
     """What expert parallelism does not go with."""
     model, parallel = config.model, config.parallel
     if parallel.expert == 1:
+        if parallel.expert_sends != "each":
+            raise InputError(
+                f"parallel.expert_sends = {parallel.expert_sends!r} and parallel.expert = 1: "
+                "nothing is sent where a rank has all experts",
+                hint="set parallel.expert above 1, or leave parallel.expert_sends out",
+            )
         return
     given = f"parallel.expert = {parallel.expert}"
     if config.pipeline.stages:

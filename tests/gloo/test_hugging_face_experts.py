@@ -281,6 +281,7 @@ def test_trained_and_published_again(tmp_path: Path) -> None:
     }  # fmt: skip
     one = common | {"train__micro_batch_size": 4}
     two = common | {"parallel__data_shard": 2, "parallel__expert": 2, "strands": "2"}
+    two |= {"parallel__expert_sends": "merged"}
     runs.train("one", 1, **one)
     for result in runs.train("two", 2, **two):
         assert result.value["error"] == ""

@@ -36,14 +36,11 @@ def start_rows(
     return out, _messages(rows, leaving, out, arriving, own, group), rows
 
 
-def evenly(
-    rows: Tensor, rest: tuple[Any, ...], count: int | None = None
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """Operands of an exchange of about `count` rows, by default the nominal number, as many for
-    each expert of each rank; `rest` are the arguments behind `rows` of an exchange."""
-    counts, ranks, nominal, forth, group_name = rest
-    nominal = len(rows) if nominal == AS_SENT else nominal
-    each = max(1, round((nominal if count is None else count) / counts.shape[1]))
+def evenly(rows: Tensor, rest: tuple[Any, ...], count: int) -> tuple[Tensor, tuple[Any, ...]]:
+    """Operands of an exchange of about `count` rows, as many for each expert of each rank; `rest`
+    are the arguments behind `rows` of an exchange."""
+    counts, ranks, _, forth, group_name = rest
+    each = max(1, round(count / counts.shape[1]))
     total = each * counts.shape[1]
     even = torch.full_like(counts, each)
     return rows.new_ones(total, rows.shape[1]), (even, ranks, total, forth, group_name)
