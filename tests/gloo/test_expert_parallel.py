@@ -19,6 +19,7 @@ from interlace.api import clip_grad_norm_, compile_step, stage_parameters
 from interlace.config import ParallelConfig, PlanConfig, Recompute, RunConfig, world_of
 from interlace.errors import InputError
 from interlace.experts.between_ranks import (
+    EXCHANGE,
     by_expert,
     expert_exchange,
     host_counts,
@@ -130,6 +131,11 @@ def _case(layout: Layout, recompute: Recompute, routing: str) -> dict[str, Any]:
         "one": furthest(dict(zip(names, one[MICRO_BATCHES:], strict=True)), wanted),
         "eager": furthest(dict(zip(names, eager[MICRO_BATCHES:], strict=True)), wanted),
         "bits": bits,
+        "bytes": [
+            op.bytes_out
+            for op in strands.op_graphs["forward"].operators
+            if op.target == str(EXCHANGE)
+        ],
     }
 
 
@@ -149,14 +155,30 @@ def child_cases(cases: list[tuple[Layout, Recompute]]) -> dict[str, Any]:
         }
 
 
+def exchanged(merged: bool, ranks: int) -> list[int]:
+    """Bytes of the exchanges of a layer as they stand in its graph, for planner and recorder."""
+    tokens, per_token, size = 2 * 12, 2, 8  # bytes of a number
+    rows = tokens * per_token
+    if not merged:
+        return [rows * WIDTH * size] * 2
+    sends = expected_sends(tokens, per_token, EXPERTS, ranks) * WIDTH * size
+    return [rows * 4, rows * size, sends, sends]  # of rows, gates
+
+
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
 def test_losses_and_gradients_are_those_of_one_process(ranks: int, cases: Any) -> None:
+    layouts = {
+        f"{layout} {recompute} {routing}": layout["expert"]
+        for layout, recompute in cases
+        for routing in ROUTINGS
+    }
     for result in run_ranks("test_expert_parallel:child_cases", ranks, args=[cases], timeout_s=300):
         for name, found in result.value.items():
             assert found["loss"] < BOUND, (name, found)
             assert found["one"] < BOUND, (name, found)
             assert found["eager"] < BOUND, (name, found)
             assert all(found["bits"].values()), (name, found)
+            assert found["bytes"] == LAYERS * exchanged("merged" in name, layouts[name]), name
 
 
 def child_exchange(rounds: int) -> list[str]:
@@ -208,6 +230,8 @@ def test_layouts_that_cannot_be_are_refused_with_their_numbers() -> None:
     config = RunConfig(parallel=ParallelConfig(data_replicate=3, expert=2))
     with pytest.raises(InputError, match="expert = 2 does not fit into the 3 ranks"):
         check(config)
+    with pytest.raises(InputError, match="nothing is sent where a rank has all experts"):
+        check(replace(config, parallel=ParallelConfig(expert_sends="merged")))
     shards = ParallelConfig(data_replicate=2, data_shard=3, expert=2)
     with pytest.raises(InputError, match="data_shard 3"):
         check(replace(config, parallel=shards))
