@@ -49,6 +49,9 @@ class ParallelConfig:
     """Ranks that hold the experts of a mixture-of-experts layer between them: of those that see
     other tokens (`data_replicate`, `data_shard`, `context`), so many in a row. No factor of the
     number of ranks."""
+    expert_sends: Literal["each", "merged"] = "each"
+    """What travels to experts: a row for `each` expert of a token, or, `merged`, one for each rank
+    that has experts of it, where results are weighted and added up before they travel back."""
     pipeline: int = 1
     """Stages into which the layers are dealt, each on ranks of its own (`[pipeline]`)."""
     context_method: Literal["ulysses", "ring"] = "ulysses"

@@ -183,15 +183,14 @@ def _check_experts(config: RunConfig) -> None:
     """What expert parallelism does not go with."""
     model, parallel = config.model, config.parallel
     if parallel.expert == 1:
+        if parallel.expert_sends != "each":
+            raise InputError(
+                f"parallel.expert_sends = {parallel.expert_sends!r} and parallel.expert = 1: "
+                "nothing is sent where a rank has all experts",
+                hint="set parallel.expert above 1, or leave parallel.expert_sends out",
+            )
         return
     given = f"parallel.expert = {parallel.expert}"
-    if model.source == "hugging_face":
-        raise InputError(
-            f'{given} and model.source = "hugging_face": experts of models of transformers are not '
-            "dealt to ranks",
-            hint='set parallel.expert to 1, or model.source to "interlace": Mixtral, Qwen3-MoE and '
-            "Phi-3.5-MoE checkpoints are read",
-        )
     if config.pipeline.stages:
         raise InputError(
             f"{given} and pipeline.stages = {list(config.pipeline.stages)}: experts are dealt to "

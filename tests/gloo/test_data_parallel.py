@@ -45,7 +45,7 @@ BOUND = 1e-10
 
 
 def parallel(text: str) -> ParallelConfig:
-    """`rep2 zero3x2 ulysses2 tp2 each` as a layout."""
+    """`rep2 zero3x2 ulysses2 tp2 each` as a layout; so is `ep2`."""
     config = ParallelConfig(bucket_mib=0.01)
     for word in text.split():
         name, degree = word.rstrip("0123456789"), int(word[len(word.rstrip("0123456789")) :] or 1)
@@ -56,6 +56,7 @@ def parallel(text: str) -> ParallelConfig:
             "ulysses": {"context": degree, "context_method": "ulysses"},
             "ring": {"context": degree, "context_method": "ring"},
             "tp": {"tensor": degree},
+            "ep": {"expert": degree},
             "each": {"reduce": "micro_batch"},
         }
         config = replace(config, **changes[name])
@@ -198,7 +199,8 @@ def reference(data_ranks: int, architecture: str) -> dict[str, Tensor]:
             model_file(architecture).build(config, VOCABULARY, SEQUENCE)
         )
     else:
-        model = build(architecture, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+        model: Any = build(architecture, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+        model.config._experts_implementation = "eager"  # their own loop; in float64 too
         module = TransformersLoss(model)
     module.double()
     torch.stack([module(*batch) for batch in global_batches(data_ranks)]).mean().backward()

@@ -161,7 +161,7 @@ def test_other_distributions_are_refused_with_what_would_do() -> None:
     with pytest.raises(InputError, match=r"aten\.multinomial") as refused:
         interlace.compile_step(model, loss_of, batches_of()[0], config=QUICK)
     assert refused.value.hint is not None
-    assert "torch.rand, randn, randint or bernoulli" in refused.value.hint
+    assert "torch.rand, randn, randint, bernoulli, uniform_ or exp" in refused.value.hint
 
 
 def test_numbers_are_what_they_are_called() -> None:

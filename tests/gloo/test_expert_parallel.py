@@ -19,19 +19,21 @@ from interlace.api import clip_grad_norm_, compile_step, stage_parameters
 from interlace.config import ParallelConfig, PlanConfig, Recompute, RunConfig, world_of
 from interlace.errors import InputError
 from interlace.experts.between_ranks import (
+    EXCHANGE,
     by_expert,
     expert_exchange,
     host_counts,
     in_order,
     received_counts,
 )
+from interlace.experts.merged_sends import expected_sends
 from interlace.experts.rows_by_expert import expert_order
 from interlace.graphs.collectives import exchange_rows, wait
 from interlace.graphs.recompute import RecomputePolicy
 from interlace.ir.plan import PhasePlan
-from interlace.models.experts import Experts
+from interlace.models.experts import ExpertLayer, Experts
 from interlace.parallel.data import data_layout
-from interlace.parallel.expert import apply_expert_parallel
+from interlace.parallel.expert import BetweenRanks, apply_expert_parallel
 from interlace.parallel.meshes import EXPERT_AXIS, Meshes, axis_groups, build_meshes
 from interlace.rules import check, resolve_layout
 from interlace.runtime.executor import Batch
@@ -51,6 +53,7 @@ TWO: list[tuple[Layout, Recompute]] = [
     ({"data_replicate": 2, "expert": 2}, "none"),
     ({"data_shard": 2, "expert": 2}, "layer"),
     ({"context": 2, "expert": 2}, "none"),
+    ({"data_shard": 2, "expert": 2, "expert_sends": "merged"}, "layer"),
 ]
 FOUR: list[tuple[Layout, Recompute]] = [
     ({"data_replicate": 4, "expert": 2}, "layer"),
@@ -59,6 +62,7 @@ FOUR: list[tuple[Layout, Recompute]] = [
     ({"data_shard": 4, "expert": 2, "reduce": "micro_batch"}, "layer"),
     ({"data_replicate": 2, "data_shard": 2, "expert": 4}, "none"),
     ({"data_replicate": 2, "data_shard": 2, "expert": 2}, "none"),
+    ({"data_replicate": 2, "data_shard": 2, "expert": 4, "expert_sends": "merged"}, "none"),
 ]
 
 
@@ -96,7 +100,8 @@ def _case(layout: Layout, recompute: Recompute, routing: str) -> dict[str, Any]:
     assert meshes.experts is not None
     module = MixtureLoss(LAYERS, WIDTH, INNER)
     module.push(routing)
-    apply_expert_parallel(module, meshes.experts[EXPERT_AXIS], meshes.counts)
+    merged = config.expert_sends == "merged"
+    apply_expert_parallel(module, meshes.experts[EXPERT_AXIS], meshes.counts, merged=merged)
     data = data_layout(module, config, meshes, torch.float64)
     weights = MasterWeights(module, torch.float32, data=data, meshes=meshes)
     mine = _seen(meshes)
@@ -126,6 +131,11 @@ def _case(layout: Layout, recompute: Recompute, routing: str) -> dict[str, Any]:
         "one": furthest(dict(zip(names, one[MICRO_BATCHES:], strict=True)), wanted),
         "eager": furthest(dict(zip(names, eager[MICRO_BATCHES:], strict=True)), wanted),
         "bits": bits,
+        "bytes": [
+            op.bytes_out
+            for op in strands.op_graphs["forward"].operators
+            if op.target == str(EXCHANGE)
+        ],
     }
 
 
@@ -145,14 +155,30 @@ def child_cases(cases: list[tuple[Layout, Recompute]]) -> dict[str, Any]:
         }
 
 
+def exchanged(merged: bool, ranks: int) -> list[int]:
+    """Bytes of the exchanges of a layer as they stand in its graph, for planner and recorder."""
+    tokens, per_token, size = 2 * 12, 2, 8  # bytes of a number
+    rows = tokens * per_token
+    if not merged:
+        return [rows * WIDTH * size] * 2
+    sends = expected_sends(tokens, per_token, EXPERTS, ranks) * WIDTH * size
+    return [rows * 4, rows * size, sends, sends]  # of rows, gates
+
+
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
 def test_losses_and_gradients_are_those_of_one_process(ranks: int, cases: Any) -> None:
+    layouts = {
+        f"{layout} {recompute} {routing}": layout["expert"]
+        for layout, recompute in cases
+        for routing in ROUTINGS
+    }
     for result in run_ranks("test_expert_parallel:child_cases", ranks, args=[cases], timeout_s=300):
         for name, found in result.value.items():
             assert found["loss"] < BOUND, (name, found)
             assert found["one"] < BOUND, (name, found)
             assert found["eager"] < BOUND, (name, found)
             assert all(found["bits"].values()), (name, found)
+            assert found["bytes"] == LAYERS * exchanged("merged" in name, layouts[name]), name
 
 
 def child_exchange(rounds: int) -> list[str]:
@@ -204,6 +230,8 @@ def test_layouts_that_cannot_be_are_refused_with_their_numbers() -> None:
     config = RunConfig(parallel=ParallelConfig(data_replicate=3, expert=2))
     with pytest.raises(InputError, match="expert = 2 does not fit into the 3 ranks"):
         check(config)
+    with pytest.raises(InputError, match="nothing is sent where a rank has all experts"):
+        check(replace(config, parallel=ParallelConfig(expert_sends="merged")))
     shards = ParallelConfig(data_replicate=2, data_shard=3, expert=2)
     with pytest.raises(InputError, match="data_shard 3"):
         check(replace(config, parallel=shards))
@@ -258,6 +286,64 @@ def _call(module: MixtureLoss, *batch: Tensor) -> Tensor:
     return module(*batch)
 
 
+def child_merged(rounds: int) -> dict[str, Any]:
+    """Random routings through experts that return what they get, forward and backward: a row for
+    each expert against one for each rank."""
+    torch.set_default_dtype(torch.float64)
+    wrong, width = [], 3
+    with gloo_group():
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+        for seed in range(rounds):
+            draw = torch.Generator().manual_seed(1000 * seed + rank)
+            each = [1, 3, 2][seed % 3]
+            tokens, experts, chosen = (1 + seed % 7), each * ranks, min(1 + seed % 4, each * ranks)
+            x = torch.randn(tokens, width, generator=draw)
+            scores = torch.rand(tokens, experts, generator=draw)
+            if seed % 4 == 1:
+                scores[:, :each] += 1  # most to one rank
+            ids = scores.topk(chosen).indices
+            if seed % 5 == 0:
+                ids[0, 0] = experts  # dropped
+            gates = torch.rand(tokens, chosen, generator=draw).masked_fill(ids == experts, 0)
+            found = []
+            for merged in (False, True):
+                layer = Same()
+                layer.count, layer.exchange = experts, BetweenRanks(mesh, merged=merged)
+                inputs = x.clone().requires_grad_(), gates.clone().requires_grad_()
+                out = layer.dispatched(inputs[0], ids, inputs[1])
+                out.square().sum().backward()
+                found.append((out.detach(), *(each.grad for each in inputs)))
+            total = (gates * (ids != experts)).sum(1, keepdim=True)
+            if not torch.allclose(found[1][0], x * total, rtol=1e-14, atol=1e-14):
+                wrong.append(f"seed {seed}: not the identity times the gates")
+            for one, other in zip(*found, strict=True):
+                if not torch.allclose(one, other, rtol=1e-13, atol=1e-13):
+                    wrong.append(f"seed {seed}: unlike a row for each expert")
+        dist.barrier()
+    return {"wrong": wrong}
+
+
+class Same(ExpertLayer):
+    """Experts that return what they get."""
+
+    def on_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return rows
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_merged_sends_are_the_identity_weighted_by_the_gates(ranks: int) -> None:
+    for result in run_ranks("test_expert_parallel:child_merged", ranks, args=[36], timeout_s=120):
+        assert result.value["wrong"] == []
+
+
+def test_sends_that_are_expected() -> None:
+    """Of 1,000 tokens: two experts of eight on two ranks, four and eight, eight of 128 on eight."""
+    given = (2, 8, 2), (2, 8, 4), (2, 8, 8), (8, 128, 8), (2, 4, 1)
+    found = [expected_sends(1000, *each) for each in given]
+    assert found == [1571, 1857, 2000, 5339, 1000]
+
+
 def child_compiled(replicas: int) -> dict[str, Any]:
     """`compile_step` on a mesh dp_replicate x ep: two strands, clipped, three steps of SGD."""
     torch.set_default_dtype(torch.float64)
@@ -267,7 +353,7 @@ def child_compiled(replicas: int) -> dict[str, Any]:
             "cpu", (replicas, ranks // replicas), mesh_dim_names=("dp_replicate", "ep")
         )
         module = MixtureLoss(LAYERS, WIDTH, INNER)
-        apply_expert_parallel(module, mesh["ep"])
+        apply_expert_parallel(module, mesh["ep"], merged=replicas == 1)
         mine = batches(dist.get_rank())
         config = PlanConfig(cluster="laptop" if replicas > 1 else "")
         step = compile_step(module, _call, mine[0], mesh=mesh, config=config)
@@ -295,7 +381,7 @@ def child_stages(schedules: list[str], replicas: int) -> list[dict[str, Any]]:
         mesh = init_device_mesh("cpu", (2, replicas, 2), mesh_dim_names=names)
         for schedule in schedules:
             module = MixtureLoss(LAYERS, WIDTH, INNER)
-            apply_expert_parallel(module, mesh["ep"])
+            apply_expert_parallel(module, mesh["ep"], merged=replicas > 1)
             mine = batches(dist.get_rank() % (2 * replicas))
             config = PlanConfig(cluster="laptop")
             step = compile_step(module, _call, mine[0], mesh=mesh, schedule=schedule, config=config)

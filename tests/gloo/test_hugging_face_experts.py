@@ -1,5 +1,8 @@
-"""Unmodified `transformers` models with experts train as their own code does, on one rank and on
-data-parallel ones; what cannot be traced or split is refused by name."""
+"""Unmodified `transformers` models with experts train as their own code does, on one rank, on
+data-parallel ones and with their experts dealt to ranks; what cannot be split is refused by name.
+
+These are also the scenarios of `transformers`' own mixin for expert parallelism (forward, backward,
+the gradient of every parameter against one process), whose tolerance is 5e-3."""
 
 import json
 from pathlib import Path
@@ -7,20 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_models import VOCABULARY, batch, saved
+import torch.distributed as dist
+from checkpoint_runs import Runs
+from hugging_face_models import MOE, VOCABULARY, batch, saved
 from processes import gloo_group, run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import interlace
+from interlace.checkpoint.to_hugging_face import export_checkpoint, sound_manifest
 from interlace.config import PlanConfig
 from interlace.errors import InputError
 from interlace.models.transformers_model import TransformersLoss, build
+from interlace.parallel.expert import apply_expert_parallel, dealt_parameters
 from interlace.parallel.plans import apply_published_plan
+from interlace.parallel.published_experts import adopt_published_experts
 
 BOUND = 1e-5
 """Of gradients, over the largest one, in float32: grouped matmuls add in another order than the
 loop over experts."""
+FLOAT64_BOUND = 1e-10
+"""The same in float64."""
 QUICK = PlanConfig(search="list", cluster="h100")
 TRACED = {"mixtral": False, "mixtral, tied, linear": True, "qwen3_moe, dense layers": True}
 """Models, and whether their config.json asks for the auxiliary loss."""
@@ -40,11 +50,20 @@ def built(folder: Path | str) -> nn.Module:
     return build(str(folder), vocab_size=VOCABULARY, sequence_length=24)
 
 
+def settled(model: Any) -> Any:
+    """Routers of PhiMoE take the likeliest experts, as in evaluation."""
+    for name, module in model.named_modules():
+        if name.endswith(".router"):
+            module.eval()
+    return model
+
+
 def eager(folder: Path | str) -> tuple[float, dict[str, Tensor]]:
     """Mean loss and gradients of their own code, loop over experts and all, on one process."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").train()
+    settled(model)
     total = 0.0
     for tokens, targets in batches():
         found = model(input_ids=tokens)
@@ -120,15 +139,186 @@ def tensor_parallel(folder: str) -> str:
         return refused.value.message
 
 
+def give(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """A list: plain code gets its numbers in place of those that it draws, in their order."""
+    numbers: list[Tensor] = []
+
+    def given(like: Tensor) -> Tensor:
+        number = numbers.pop(0)
+        assert number.shape == like.shape
+        return number
+
+    for owner, name in ((Tensor, "exponential_"), (Tensor, "uniform_"), (torch, "rand_like")):
+        monkeypatch.setattr(owner, name, given)
+    return numbers
+
+
+@pytest.mark.parametrize("case", ["phimoe", "phimoe, plain"])
+def test_phimoe_draws_its_experts(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and gradients are those of its own code that is given the same numbers; long rotary
+    positions are those of its own code too."""
+    from transformers import AutoModelForCausalLM
+
+    saved(case, tmp_path)
+    module = TransformersLoss(built(tmp_path))
+    step = interlace.compile_step(module, loss_fn, batches()[0], strands=2, config=QUICK)
+    operator = torch.ops.interlace.drawn.default
+    nodes = step.strands.graphs["forward"].graph.find_nodes(op="call_function", target=operator)
+    given = [[operator(step.seeds(n), *node.args[1:]) for node in nodes] for n in range(4)]
+    loss = float(step(batches()))
+    found = {name: p.grad.clone() for name, p in module.model.named_parameters()}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").train()
+    numbers, total = give(monkeypatch), 0.0
+    for (tokens, targets), drawn in zip(batches(), given, strict=True):
+        numbers += drawn
+        logits = plain(input_ids=tokens).logits
+        each = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / 4
+        each.backward()
+        assert not numbers
+        total += each.item()
+    assert abs(loss - total) < BOUND
+    assert error(found, {name: p.grad for name, p in plain.named_parameters()}) < BOUND
+    if case == "phimoe":
+        with pytest.raises(InputError, match="12 positions, and rotary positions were made for 24"):
+            module.model(input_ids=batches()[0][0][:, :12])
+
+
+DEALT = {"mixtral": True, "qwen3_moe, dense layers": False, "phimoe": False}
+"""Models whose experts are dealt to ranks, and whether they add their auxiliary loss."""
+
+
+def dealt_step(
+    model: nn.Module, strands: int, mesh: DeviceMesh, rank: int
+) -> tuple[float, dict[str, Tensor], list[str]]:
+    """The loss of a step of a rank's micro-batches, gradients, and which parameters are dealt."""
+    apply_expert_parallel(model, mesh)
+    step = interlace.compile_step(
+        TransformersLoss(model), loss_fn, batches()[0], mesh=mesh, strands=strands, config=QUICK
+    )
+    loss = float(step(batches()[2 * rank : 2 * rank + 2]))
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return loss, gradients, sorted(dealt_parameters(model))
+
+
+def dealt(folders: list[str]) -> list[dict[str, Any]]:
+    """On each of two ranks, which see two micro-batches each and hold half of the experts."""
+    facts = []
+    with gloo_group(timeout_s=60):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        rank = mesh.get_rank()
+        for folder in folders:
+            loss, wanted = eager(folder)
+            seen = [
+                dealt_step(settled(built(folder)), strands, mesh["ep"], rank) for strands in (1, 2)
+            ]
+            whole = torch.tensor(seen[0][0])
+            dist.all_reduce(whole)
+            parts = {
+                name: each.chunk(2)[rank] if ".experts." in name else each
+                for name, each in wanted.items()
+            }
+            experts = sorted(name for name in parts if ".experts." in name)
+            facts.append({
+                "loss": abs(float(whole) / 2 - loss),
+                "gradients": error(seen[0][1], parts),
+                "bitwise": seen[0][0] == seen[1][0]
+                and all(torch.equal(seen[1][1][name], each) for name, each in seen[0][1].items()),
+                "dealt": seen[0][2] == experts,
+            })  # fmt: skip
+        one, two = (dealt_step(built(folders[-1]), n, mesh["ep"], rank) for n in (1, 2))
+        facts[-1]["drawn"] = one[0] == two[0] != seen[0][0]
+        dist.barrier()
+    return facts
+
+
+def test_experts_are_dealt_by_the_published_plan(tmp_path: Path) -> None:
+    """A step of unmodified models whose experts lie on two ranks: loss and gradients of all
+    parameters are those of plain `transformers` on one process; two strands have one's bits."""
+    folders = []
+    for number, (case, auxiliary) in enumerate(DEALT.items()):
+        save(case, tmp_path / str(number), auxiliary=auxiliary)
+        folders.append(str(tmp_path / str(number)))
+    for result in run_ranks("test_hugging_face_experts:dealt", 2, args=[folders], timeout_s=200):
+        for found in result.value:
+            assert found["loss"] < BOUND, found
+            assert found["gradients"] < BOUND, found
+            assert found["bitwise"], found
+            assert found["dealt"], found
+        assert result.value[-1]["drawn"], "PhiMoE draws in training, by any number of strands alike"
+
+
+def test_dealt_experts_beside_shared_weights(tmp_path: Path) -> None:
+    """The same of the trainer's layouts, in float64: ZeRO-1 and ZeRO-3."""
+    cases = []
+    for layout, case in (
+        ("zero1x2 ep2", "mixtral"),
+        ("zero3x2 ep2", "qwen3_moe, dense layers"),
+    ):
+        save(case, tmp_path / layout, auxiliary=False)
+        cases.append((layout, str(tmp_path / layout)))
+    for result in run_ranks("test_data_parallel:table", 2, args=[cases], timeout_s=200):
+        for facts in result.value:
+            assert facts["different"] == [], facts
+            assert facts["strands"][1] < FLOAT64_BOUND, facts
+            assert facts["eager"][1] < FLOAT64_BOUND, facts
+
+
+def test_trained_and_published_again(tmp_path: Path) -> None:
+    """`interlace train` of a folder of Mixtral's on one rank, on two that have half of the experts
+    each, and on one again from their checkpoint: the same losses, and an export that
+    `transformers` reads with the weights of the checkpoint."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    runs = Runs(tmp_path)
+    shape = {**MOE, "vocab_size": 256, "num_hidden_layers": 1, "num_local_experts": 4}
+    AutoModelForCausalLM.from_config(MixtralConfig(**shape)).save_pretrained(tmp_path / "given")
+    common: dict[str, Any] = {
+        "parallel__tensor": 1, "train__steps": 4, "checkpoint__every": 2,
+        "model__source": "hugging_face", "model__config": tmp_path / "given",
+        "plan__trial_steps": 0,
+    }  # fmt: skip
+    one = common | {"train__micro_batch_size": 4}
+    two = common | {"parallel__data_shard": 2, "parallel__expert": 2, "strands": "2"}
+    two |= {"parallel__expert_sends": "merged"}
+    runs.train("one", 1, **one)
+    for result in runs.train("two", 2, **two):
+        assert result.value["error"] == ""
+    assert runs.losses("two") == pytest.approx(runs.losses("one"), rel=1e-5)
+    source = runs.checkpoint("two", 2)
+    runs.train("again", 1, **one | {"checkpoint__resume": source, "checkpoint__every": 0})
+    assert runs.losses("again") == pytest.approx(runs.losses("one")[2:], rel=1e-5)
+    for out in ("one", "two"):
+        folder = runs.checkpoint(out, 4)
+        export_checkpoint(folder, sound_manifest(folder), tmp_path / f"{out}-hf", torch.float32)
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / f"{out}-hf").state_dict()
+        for out in ("one", "two")
+    )
+    assert first.keys() == second.keys()
+    for name, each in first.items():
+        torch.testing.assert_close(second[name], each, rtol=1e-3, atol=1e-5)
+    (result,) = runs.train("three", 1, **common | {"parallel__expert": 3})
+    assert "does not fit into the 1 ranks" in result.value["error"]
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
-    """PhiMoE draws experts at random, and chooses positions by the values of its inputs; plans that
-    split experts have styles of their own."""
-    for case, message in (("phimoe, plain", "exponential.*draws"), ("phimoe", "cannot be traced")):
-        saved(case, tmp_path / case)
-        with pytest.raises(InputError, match=message):
-            step_of(tmp_path / case, 2)
+    """Plans that split experts by tensor parallelism have styles of their own, and experts with
+    biases are not computed by our dispatch."""
     saved("mixtral", tmp_path / "mixtral")
     args = [str(tmp_path / "mixtral")]
     found = run_ranks("test_hugging_face_experts:tensor_parallel", 2, args=args, timeout_s=60)
     for result in found:
         assert "moe_tp_experts" in result.value
+    model: Any = built(tmp_path / "mixtral")
+    experts = "model.layers.*.mlp.experts"
+    model._ep_plan = {**model._ep_plan, experts: "ep_router"}
+    with pytest.raises(InputError, match="style 'ep_router', which is not supported"):
+        adopt_published_experts(model)
+    model._ep_plan = {experts: "ep_dispatch_experts"}
+    with pytest.raises(InputError, match="gate_up_proj and down_proj, with the style grouped_gemm"):
+        adopt_published_experts(model)
+    model.model.layers[0].mlp.experts.has_bias = True
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.experts' have biases"):
+        adopt_published_experts(model)

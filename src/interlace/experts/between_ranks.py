@@ -43,6 +43,21 @@ def to_tokens(rows: Tensor, counts: Tensor, ranks: int, token_rows: int, group: 
     return _exchanged(rows, counts, ranks, token_rows, False, group)
 
 
+def sends_to_ranks(sends: Tensor, merged: Tensor, ranks: int, group: str) -> Tensor:
+    """Sends of this rank -> those that arrive from all, rank by rank (`merged_sends`); `merged` are
+    counts [2, R]. Nominally as many."""
+    return _exchanged(sends, merged, ranks, AS_SENT, True, group)
+
+
+def sends_back(sends: Tensor, merged: Tensor, ranks: int, group: str) -> Tensor:
+    """The way back, for as many sends as this rank had."""
+    return _exchanged(sends, merged, ranks, AS_SENT, False, group)
+
+
+AS_SENT = -1
+"""In place of a number of rows: as many as were sent there, which is known at run time only."""
+
+
 @torch.library.custom_op("interlace::expert_exchange", mutates_args=())
 def expert_exchange(
     rows: Tensor, counts: Tensor, ranks: int, rows_out: int, forth: bool, group_name: str
@@ -59,14 +74,14 @@ def expert_exchange(
     back_again = [order.index(i) for i in range(len(order))]
     leaving = in_order(rows, [pieces[i] for i in order], back_again)
     back = _all_to_all(leaving, by_rank[0], by_rank[1], group_name)
-    return back if len(back) == rows_out else padded(back, rows_out)
+    return back if rows_out in (AS_SENT, len(back)) else padded(back, rows_out)
 
 
 @expert_exchange.register_fake
 def _(
     rows: Tensor, counts: Tensor, ranks: int, rows_out: int, forth: bool, group_name: str
 ) -> Tensor:
-    return rows.new_empty(rows_out, rows.shape[1])
+    return rows.new_empty(rows.shape[0] if rows_out == AS_SENT else rows_out, rows.shape[1])
 
 
 COUNTS = torch.ops.interlace.host_counts.default
@@ -106,7 +121,7 @@ class _Exchange(Function):
         ctx: Any, rows: Tensor, counts: Tensor, ranks: int, rows_out: int, forth: bool, group: str
     ) -> Tensor:
         ctx.save_for_backward(counts)
-        ctx.plain = ranks, rows.shape[0], not forth, group
+        ctx.plain = ranks, AS_SENT if rows_out == AS_SENT else rows.shape[0], not forth, group
         return _functional.wait_tensor(expert_exchange(rows, counts, ranks, rows_out, forth, group))
 
     @staticmethod

@@ -152,8 +152,8 @@ class Collective:
     consumes: bool = False
     """Whether the call takes `consume=True`, and then works in the buffer of its input."""
     evenly: Callable[..., tuple[Tensor, tuple[Any, ...]]] | None = None
-    """Of a collective whose sizes follow from values: operands for a number of rows, by default
-    the nominal one, alike on all ranks. It is measured with these."""
+    """Of a collective whose sizes follow from values: operands for a number of rows, alike on all
+    ranks. It is measured with these."""
 
     def group_in(self, args: Sequence[Any]) -> str:
         """The name of the process group, of the operator's arguments."""

@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from interlace.errors import InputError
+from interlace.experts.between_ranks import EXCHANGE
+from interlace.graphs.collectives import group_of
 from interlace.graphs.module_paths import module_path
 from interlace.graphs.random_draws import can_be_seeded, draw_by_number, draws_values, hint_for
-from interlace.graphs.spread import UNCLEAR, Spread, part_of, spread_of
+from interlace.graphs.spread import UNCLEAR, Ranks, Spread, part_of, ranks_of, spread_of
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph
 
 aten = torch.ops.aten
@@ -102,11 +104,14 @@ def fix_dropout(
     graph, forward = chunk.forward.graph, chunk.forward
     spread = spread_of(forward, tensors)
     rank = dist.get_rank() if dist.is_initialized() else 0
+    # Ranks that deal experts to each other see other samples, and need other numbers anyway.
+    dealt = {ranks_of(group_of(n)) for n in _calls(chunk) if n.target == EXCHANGE}
+    parts = frozenset[Ranks]().union(*spread.values()) - dealt
     seeds = _seeds_input(graph, random[0])
     forward.bindings[seeds.name] = Binding("batch", str(batch_inputs))
     for number, node in enumerate(random):
         if node.target != aten.native_dropout.default:
-            _refuse_parts(node, spread)
+            _refuse_parts(node, parts)
             draw_by_number(node, seeds, _mix(number))
             continue
         x, probability, _ = node.args
@@ -124,10 +129,10 @@ def fix_dropout(
     return chunk
 
 
-def _refuse_parts(node: fx.Node, spread: Mapping[fx.Node, Spread]) -> None:
+def _refuse_parts(node: fx.Node, parts: Spread) -> None:
     """Raise InputError where ranks may hold parts of what is drawn: from its size alone nobody can
     say whether they need equal numbers."""
-    if any(spread.values()):
+    if parts:
         raise InputError(
             f"{node.target} in {module_path(node) or 'the model'} draws random numbers, and ranks "
             "hold parts of weights: whether they need equal numbers is not known",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.experts.between_ranks import by_expert
+from interlace.experts.between_ranks import AS_SENT, by_expert
 from interlace.graphs.gloo_messages import Messages
 from interlace.graphs.torch_private import process_group
 
@@ -28,20 +28,19 @@ def start_rows(
     tokens = _places(sent, range(len(sent)))
     experts = _places(received, by_expert(own, ranks))
     rows = rows.contiguous()
-    out = rows.new_empty(sum(received) if forth else rows_out, rows.shape[1])
+    back = sum(sent) if rows_out == AS_SENT else rows_out
+    out = rows.new_empty(sum(received) if forth else back, rows.shape[1])
     if not forth:
         out[sum(sent) :] = 0
     leaving, arriving = (tokens, experts) if forth else (experts, tokens)
     return out, _messages(rows, leaving, out, arriving, own, group), rows
 
 
-def evenly(
-    rows: Tensor, rest: tuple[Any, ...], count: int | None = None
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """Operands of an exchange of about `count` rows, by default the nominal number, as many for
-    each expert of each rank; `rest` are the arguments behind `rows` of an exchange."""
-    counts, ranks, nominal, forth, group_name = rest
-    each = max(1, round((nominal if count is None else count) / counts.shape[1]))
+def evenly(rows: Tensor, rest: tuple[Any, ...], count: int) -> tuple[Tensor, tuple[Any, ...]]:
+    """Operands of an exchange of about `count` rows, as many for each expert of each rank; `rest`
+    are the arguments behind `rows` of an exchange."""
+    counts, ranks, _, forth, group_name = rest
+    each = max(1, round(count / counts.shape[1]))
     total = each * counts.shape[1]
     even = torch.full_like(counts, each)
     return rows.new_ones(total, rows.shape[1]), (even, ranks, total, forth, group_name)

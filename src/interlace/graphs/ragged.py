@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from interlace.experts.between_ranks import COUNTS, EXCHANGE
+from interlace.experts.between_ranks import AS_SENT, COUNTS, EXCHANGE
 from interlace.experts.grouped import MATMUL, WEIGHT_GRADIENT
+from interlace.experts.merged_sends import RAGGED, TOKENS
 from interlace.graphs.collectives import is_wait
 from interlace.graphs.trace_errors import cannot_trace, lines_of
 
@@ -37,6 +38,7 @@ _ALONG = {
     aten.split.Tensor: 2,
     aten.split_with_sizes.default: 2,
     aten.cat.default: 1,
+    aten.sum.dim_IntList: 1,
 }
 """Operators that leave rows whole if they work along another dimension: the argument with it."""
 
@@ -46,8 +48,12 @@ def refuse_sizes(module: nn.Module, graph: fx.Graph) -> None:
     ragged: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target == EXCHANGE:
-            if node.args[4]:
+            if node.args[4] or node.args[3] == AS_SENT:
                 ragged.add(node)
+            continue
+        if node.target in RAGGED:
+            ragged.add(node)
+        if node.target in RAGGED or node.target == TOKENS:
             continue
         if node.op == "output" or not any(source in ragged for source in node.all_input_nodes):
             continue
@@ -86,6 +92,8 @@ def _keeps_rows(node: fx.Node, ragged: set[fx.Node]) -> bool:
     if node.target in _ALONG:
         place = _ALONG[node.target]
         dim: Any = node.args[place] if place < len(node.args) else 0
+        if isinstance(dim, list | tuple):
+            (dim,) = dim if len(dim) == 1 else (0,)
         sources = node.all_input_nodes
         return dim % sources[0].meta["val"].dim() != 0 and all(n in ragged for n in sources)
     tags = getattr(node.target, "tags", ())

@@ -22,6 +22,8 @@ _KINDS = {
     aten.randn_like.default: "normal",
     aten.randint.default: "integers",
     aten.randint.low: "integers",
+    aten.uniform.default: "uniform",
+    aten.exponential.default: "exponential",
 }
 """What is drawn, by operator."""
 
@@ -37,16 +39,18 @@ def drawn(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Numbers of `size`: 0 or 1, which is 1 with probability `high` (bernoulli); uniform from 0 to
-    1; normal; or integers from `low` to below `high`. `seed_of_draw` tells the draws of a graph
-    apart."""
+    """Numbers of `size`: 0 or 1, which is 1 with probability `high` (bernoulli); uniform from `low`
+    to `high`; normal; integers from `low` to below `high`; or exponential, whose rate is `high`.
+    `seed_of_draw` tells the draws of a graph apart."""
     mixed = (int(seeds[0]) * 0x9E3779B97F4A7C15 + seed_of_draw) % 2**63
     generator = torch.Generator(device).manual_seed(mixed)
     value = torch.empty(size, dtype=dtype, device=device)
     if kind == "bernoulli":
         return value.bernoulli_(high, generator=generator)
     if kind == "uniform":
-        return value.uniform_(generator=generator)
+        return value.uniform_(low, high, generator=generator)
+    if kind == "exponential":
+        return value.exponential_(high, generator=generator)
     if kind == "normal":
         return value.normal_(generator=generator)
     return value.random_(int(low), int(high), generator=generator)
@@ -82,8 +86,8 @@ def hint_for(node: fx.Node) -> str:
             "eager PyTorch"
         )
     return (
-        "draw with torch.rand, randn, randint or bernoulli, or outside, as one more tensor of each "
-        "batch"
+        "draw with torch.rand, randn, randint, bernoulli, uniform_ or exponential_, or outside, as "
+        "one more tensor of each batch"
     )
 
 
@@ -127,6 +131,12 @@ def _bounds(node: fx.Node, kind: str) -> tuple[float, float]:
     numbers: list[Any] = [each for each in node.args if isinstance(each, int | float)]
     if kind == "bernoulli":
         return 0.0, float(numbers[0]) if numbers else float(node.kwargs.get("p", 0.5))  # type: ignore[arg-type]
+    if kind == "exponential":
+        rate: Any = numbers[0] if numbers else node.kwargs.get("lambd", 1.0)
+        return 0.0, float(rate)
+    if kind == "uniform" and node.target == aten.uniform.default:
+        low, high = (numbers + [0.0, 1.0][len(numbers) :])[:2]
+        return float(low), float(high)
     if kind == "integers":
         *low, high = numbers
         return float(low[0]) if low else 0.0, float(high)

@@ -22,6 +22,7 @@ from torch import fx
 from interlace.config import Recompute, TrainConfig
 from interlace.errors import InputError
 from interlace.experts.between_ranks import COUNTS
+from interlace.experts.merged_sends import SENDS
 from interlace.experts.rows_by_expert import ORDER
 from interlace.graphs.budget import MIB, solve_budget
 from interlace.graphs.collectives import is_collective, is_wait
@@ -86,7 +87,7 @@ def routing_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Which experts tokens go to, in which order their rows stand, and how many there are."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target == ORDER:
+        if node.target in (ORDER, SENDS):
             found |= {node, node.all_input_nodes[0], *node.users}
         elif node.target == COUNTS:
             found.add(node)

@@ -108,7 +108,8 @@ class Capture(Recorder):
             given: Any = fx.node.map_arg(node.args, values.__getitem__)
             x, rest, row = given[0].clone(), tuple(given[1:]), node.meta["collective"]
             if row.evenly is not None:
-                x, rest = row.evenly(x, rest)
+                nominal = op.bytes_out // (x.shape[1] * x.element_size())  # alike on all ranks
+                x, rest = row.evenly(x, rest, nominal)
             self.collectives[op.key] = CollectiveCall(op, x, rest, row)
         elif not op.is_collective and op.key not in self.compute:
             own = {**values, **{source: values[source].clone() for source in written(node)}}

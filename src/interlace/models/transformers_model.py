@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
+from interlace.models.fixed_positions import fix_positions
 
 CAUSAL = "interlace_causal"
 """Name of an attention implementation: that of `sdpa`, without masks. While it is traced,
@@ -44,6 +45,7 @@ class TransformersLoss(nn.Module):
 def build(folder: str, *, vocab_size: int, sequence_length: int) -> nn.Module:
     """The model of `folder`, in float32: with the weights of its safetensors files if it has any,
     else with weights drawn from torch's global generator. Under fake tensors nothing is read.
+    Where rotary positions depend on the length of a sequence, it takes that length only.
 
     Raises InputError for a folder or model that cannot be used, for fewer than `vocab_size`
     tokens or `sequence_length` positions, and for weights in pickles. No code of the folder runs.
@@ -64,8 +66,9 @@ def build(folder: str, *, vocab_size: int, sequence_length: int) -> nn.Module:
         if has_weights(path) and type(torch.empty(0)) is Tensor:  # else tensors are fake
             options |= {"local_files_only": True, "use_safetensors": True}
             model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
-            return _ready(_in_own_memory(model), config)
-        return _ready(AutoModelForCausalLM.from_config(config, **options), config)
+            return _ready(_in_own_memory(model), config, sequence_length)
+        model = AutoModelForCausalLM.from_config(config, **options)
+        return _ready(model, config, sequence_length)
     except (ValueError, OSError) as error:
         raise InputError(
             f"model.config = {folder!r}: {type(config).__name__} makes no causal language model: "
@@ -75,12 +78,14 @@ def build(folder: str, *, vocab_size: int, sequence_length: int) -> nn.Module:
         ) from error
 
 
-def _ready(model: nn.Module, config: Any) -> nn.Module:
-    """The model in training mode. One that gives the logits of its routers has hung hooks into
-    itself, which it does at the first forward, behind a lock that cannot be traced."""
+def _ready(model: nn.Module, config: Any, sequence_length: int) -> nn.Module:
+    """The model in training mode, with rotary positions of that length where they depend on it.
+    One that gives the logits of its routers has hung hooks into itself, which it does at the first
+    forward, behind a lock that cannot be traced."""
+    length = sequence_length if fix_positions(model, sequence_length) else 1
     if getattr(config, "output_router_logits", False):
         with torch.no_grad():
-            model.eval()(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+            model.eval()(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
     return model.train()
 
 

@@ -14,6 +14,7 @@ ulysses.py          Ulysses: ranks trade the sequence for heads
 block_attention.py  attention of a block of queries to a block of keys
 in_graph.py         how a custom autograd function gets into a traced graph
 expert.py           expert parallelism: the experts of a layer are dealt to ranks
+published_experts.py  the expert-parallel plan that a `transformers` model publishes
 data.py             which weights data-parallel ranks share, and in which buckets
 fsdp_groups.py      how weights under `fully_shard` lie over data-parallel ranks
 """

@@ -12,15 +12,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import InputError
-from interlace.experts.between_ranks import host_counts, received_counts, to_experts, to_tokens
-from interlace.models.experts import Experts, RowExchange
+from interlace.experts.between_ranks import (
+    host_counts,
+    received_counts,
+    sends_back,
+    sends_to_ranks,
+    to_experts,
+    to_tokens,
+)
+from interlace.models.experts import ExpertLayer, RowExchange
+from interlace.parallel.published_experts import adopt_published_experts
 
 
 class BetweenRanks(RowExchange):
     """Rows go to the rank of their expert, and back."""
 
-    def __init__(self, mesh: DeviceMesh, counts: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, counts: dist.ProcessGroup | None = None, *, merged: bool = False
+    ) -> None:
         super().__init__()
+        self.merged = merged
         self.mesh = mesh
         self.ranks, self.group = mesh.size(), str(mesh.get_group().group_name)
         self.counts_group = self.group if counts is None else str(counts.group_name)
@@ -33,23 +44,38 @@ class BetweenRanks(RowExchange):
         """As in `RowExchange`, of all ranks."""
         return to_experts(rows, counts, self.ranks, self.group)
 
+    def sends_to_ranks(self, sends: Tensor, merged: Tensor) -> Tensor:
+        """As in `RowExchange`, of all ranks."""
+        return sends_to_ranks(sends, merged, self.ranks, self.group)
+
+    def sends_back(self, sends: Tensor, merged: Tensor) -> Tensor:
+        """As in `RowExchange`, to the ranks that they came from."""
+        return sends_back(sends, merged, self.ranks, self.group)
+
     def to_tokens(self, rows: Tensor, counts: Tensor, token_rows: int) -> Tensor:
         """As in `RowExchange`, to the ranks that they came from."""
         return to_tokens(rows, counts, self.ranks, token_rows, self.group)
 
 
 def apply_expert_parallel(
-    model: nn.Module, mesh: DeviceMesh, counts: dist.ProcessGroup | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    counts: dist.ProcessGroup | None = None,
+    *,
+    merged: bool = False,
 ) -> None:
     """Deal the experts of all layers of `model` to the ranks of a one-dimensional mesh, in place.
     Every rank must hold equal weights, plain tensors. `counts`, another group of the same ranks,
     is for the counts of rows: on the group of `mesh` they wait for the rows of the other strand.
+    With `merged` a token is sent once to each rank, however many of its experts are there.
+    A model of `transformers` is dealt by the plan that it publishes (`published_experts`).
 
     Raises InputError for a model without experts, and for a number that the ranks do not divide.
     """
     ranks = mesh.size()
     if ranks == 1:
         return
+    adopt_published_experts(model)
     found = list(_layers(model))
     if not found:
         raise InputError(
@@ -66,7 +92,7 @@ def apply_expert_parallel(
         for own, weight in list(layer.named_parameters()):
             part = weight.detach().chunk(ranks)[mesh.get_local_rank()].clone()
             setattr(layer, own, nn.Parameter(part, requires_grad=weight.requires_grad))
-        layer.exchange = BetweenRanks(mesh, counts)
+        layer.exchange = BetweenRanks(mesh, counts, merged=merged)
 
 
 def dealt_parameters(model: nn.Module) -> dict[str, int]:
@@ -86,7 +112,7 @@ def dealt_over(model: nn.Module) -> dict[str, DeviceMesh]:
     return {each.group: each.mesh for each in exchanges if isinstance(each, BetweenRanks)}
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, ExpertLayer]]:
     for name, module in model.named_modules():
-        if isinstance(module, Experts):
+        if isinstance(module, ExpertLayer):
             yield name, module

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError, nearest
 from interlace.parallel.expert import dealt_parameters
-from interlace.parallel.meshes import PIPELINE_AXIS, REPLICATE_AXIS
+from interlace.parallel.meshes import EXPERT_AXIS, PIPELINE_AXIS, REPLICATE_AXIS
 from interlace.ranks.agree import Content, check_agreement, check_contents, environment_fields
 from interlace.ranks.replicas import Places, tensor_contents
 from interlace.ranks.small_collectives import alone
@@ -88,7 +88,7 @@ class ModuleAgreement:
         """torch's seed, where ranks that exchange activations draw masks of dropout from it."""
         if self.mesh is None or not strands.takes_seeds:
             return
-        sharing = strands.forward_lanes
+        sharing = strands.forward_lanes - {EXPERT_AXIS}  # its ranks see other samples
         if not sharing:
             return
         part = f"among {self._ranks} {self._place(sharing)}"

@@ -49,11 +49,17 @@ def build_module(
     if meshes.experts is not None:
         if loads:  # whole, and then a rank keeps its experts
             load_weights(model, folder)
-        apply_expert_parallel(model, meshes.experts[EXPERT_AXIS], meshes.counts)
+        _deal_experts(model, config, meshes)
     apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
     if loads and meshes.experts is None:
         load_weights(model, folder)
     return NextTokenLoss(model, config.model.experts.auxiliary_weight)
+
+
+def _deal_experts(model: nn.Module, config: RunConfig, meshes: Meshes) -> None:
+    assert meshes.experts is not None
+    merged = config.parallel.expert_sends == "merged"
+    apply_expert_parallel(model, meshes.experts[EXPERT_AXIS], meshes.counts, merged=merged)
 
 
 def is_fake() -> bool:
@@ -98,6 +104,8 @@ def _transformers_module(
     length = config.data.sequence_length
     with device:  # fake tensors cannot be moved
         model = build(config.model.config, vocab_size=vocab_size, sequence_length=length)
+    if meshes.experts is not None:
+        _deal_experts(model, config, meshes)
     apply_published_plan(model, meshes.tensor)
     return TransformersLoss(model)
 
