@@ -85,7 +85,7 @@ def trained(
         save_strategy="no", report_to="none", optim="sgd", lr_scheduler_type="constant",
         disable_tqdm=True, dataloader_drop_last=True, **given,
     )  # fmt: skip
-    trainer = kind(model=model, args=args, train_dataset=data)
+    trainer = kind(model=model, args=args, train_dataset=data, eval_dataset=data[:2])
     trainer.train()
     losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -112,7 +112,7 @@ def difference(make: Any, data: list[Any], folder: Path, **options: Any) -> tupl
         (llama, texts, {"label_smoothing_factor": 0.1}),
         (llama, texts, {"max_steps": -1, "num_train_epochs": 1}),  # the last step has two of three
         (llama, texts, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1}),
-        (bert, classes, {}),
+        (bert, classes, {"eval_strategy": "steps", "eval_steps": 1}),
         (llama, texts, {"bf16": True}),
     ],
     ids=["llama", "label smoothing", "two of three", "one of two", "bert", "bf16"],
