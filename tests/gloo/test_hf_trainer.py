@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from processes import run_ranks
 from torch import Tensor, nn
 from transformers import (
@@ -209,6 +210,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
             trained(kind, tmp_path, model, data, **options)
         return f"{found.value.message} hint: {found.value.hint}"
 
+    model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
+    assert "with device_map over cpu, disk hint: leave" in refusal(Ours, texts(8))
+    del model.hf_device_map
+    model.config.quantization_config = {"quant_method": "gptq"}
+    assert "with a quantized model (gptq) hint: leave" in refusal(Ours, texts(8))
+    del model.config.quantization_config
+    add_hook_to_module(model.lm_head, ModelHook())
+    assert "with device_map (hook on lm_head) hint: leave" in refusal(Ours, texts(8))
+    model = llama()
     text = refusal(Ours, texts(8), torch_compile=True)
     assert "do not go together with torch_compile" in text
     assert "with neftune_noise_alpha" in refusal(Ours, texts(8), neftune_noise_alpha=5.0)
