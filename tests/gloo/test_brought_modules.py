@@ -1,5 +1,7 @@
 """What people bring to `compile_step` that had ended in an error of something else."""
 
+import re
+
 import pytest
 import torch
 from test_hf_trainer import bert
@@ -57,10 +59,13 @@ def test_no_module() -> None:
         interlace.compile_step(lambda x: x, lambda m, x: m(x), (torch.ones(2),))  # type: ignore[arg-type]
 
 
-def test_a_single_micro_batch() -> None:
-    """The hint names what `compile_step` and a run file have."""
+def test_a_recorded_step_and_a_single_micro_batch() -> None:
+    """The text of a step has what was measured; the hint names what `compile_step` has."""
     layer = nn.Linear(4, 4)
     step = interlace.compile_step(layer, lambda m, x: m(x).sum(), (torch.ones(2, 4),), config=QUICK)
+    assert "recorded" not in repr(step)
+    step.record([(torch.ones(2, 4),)] * 2)
+    assert re.search(r"; recorded: [0-9.,]+ ms with 0\.00 exposed\)$", repr(step))
     with pytest.raises(InputError, match="not 1") as found:
         step([(torch.ones(2, 4),)])
     assert found.value.hint == (
