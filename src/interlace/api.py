@@ -53,7 +53,7 @@ from interlace.runtime.module_tree import refuse_gradient_hooks
 from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.split_places import agreed_split
 from interlace.runtime.stage_link import StageLink
-from interlace.runtime.step_inputs import check_example, check_loss, check_wrappers
+from interlace.runtime.step_inputs import check_example, check_loss, check_module, check_wrappers
 from interlace.runtime.step_ranks import StepRanks
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.runtime.user_module import LossFunction, ModuleWithLoss, UserModule
@@ -86,19 +86,18 @@ def compile_step(
     for `step.results`; `example_inputs` is one batch, any tree of tensors, and all later ones have
     its form, shapes, dtypes and device. The module is on its device and laid out over ranks; `mesh`
     names the axes of its collectives. Gradients are averaged over an axis `dp_replicate`, whose
-    ranks hold equal weights and see different data; a module under `fully_shard` keeps its shards
-    (docs/guides/fsdp2.md). `strands=1` runs the same graphs one micro-batch after the other.
-    `schedule` takes the place of `strands`: `one_strand`, `two_strand`, `folded`, or a function of
-    your own or its `"module:name"`
-    (docs/concepts/schedules.md). An axis `pp` of `mesh` is a pipeline: its ranks run the chunks of
-    such a schedule, each builds the whole module, and afterwards has gradients of its own stage.
-    Chunks have equal shares of the arithmetic, or begin with the sub-modules that `split_at` names,
-    without the first; `wait_s` bounds each wait for another rank. `stages` takes the place of
-    `mesh` where each stage has a layout of its own: a mesh for each, and a rank builds the module
-    in that of its stage (docs/concepts/stage-layouts.md). `config` says how the order is found,
-    `overlap` whether collectives are cut into sends under partial matmuls. Masks of dropout follow
-    from torch's seed at this call, step and micro-batch. `per_rank` names plain parameters and
-    buffers of which each rank has its own.
+    ranks hold equal weights and see different data; a module under `fully_shard` keeps its shards.
+    `strands=1` runs the same graphs one micro-batch after the other. `schedule` takes the place of
+    `strands`: `one_strand`, `two_strand`, `folded`, or a function of your own or its
+    `"module:name"` (docs/concepts/schedules.md). An axis `pp` of `mesh` is a pipeline: its ranks
+    run the chunks of such a schedule, each builds the whole module, and afterwards has gradients of
+    its own stage. Chunks have equal shares of the arithmetic, or begin with the sub-modules that
+    `split_at` names, without the first; `wait_s` bounds each wait for another rank. `stages` takes
+    the place of `mesh` where each stage has a layout of its own: a mesh for each, and a rank builds
+    the module in that of its stage (docs/concepts/stage-layouts.md). `config` says how the order is
+    found, `overlap` whether collectives are cut into sends under partial matmuls. Masks of dropout
+    follow from torch's seed at this call, step and micro-batch. `per_rank` names plain parameters
+    and buffers of which each rank has its own.
 
     One strand and two give the same bits; on CUDA only with deterministic kernels: set
     CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before
@@ -108,6 +107,7 @@ def compile_step(
     program. Hold `loss_parallel()` around it if the loss needs that. Raises InputError for what
     cannot be traced, with module and line, and for inputs on another GPU.
     """
+    check_module(module)
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
     mesh = mesh if mesh is not None or stages else mesh_of_fully_shard(module)
     ranks = StepRanks.of(mesh, stages, overlap)

@@ -187,12 +187,13 @@ def _refuse_unknown(trainer: Any) -> None:
         f"distributed_type = {kind}": kind not in ("NO", "MULTI_GPU", "MULTI_CPU"),
         "accelerate's own gradient accumulation": accelerator.gradient_accumulation_steps != 1,
     }
-    found = [name for name, is_set in refused.items() if is_set]
+    found = [name for name, is_set in refused.items() if is_set] + _spread(trainer.model)
     if found:
         raise InputError(
             f"interleaved micro-batches do not go together with {', '.join(found)}",
-            hint="leave it out: bf16, replicas under torchrun and gradient accumulation work; "
-            "for a model laid out over ranks use compile_step (docs/guides/own-model.md)",
+            hint="leave it out: bf16, replicas under torchrun, PEFT's adapters and gradient "
+            "accumulation work; for a model laid out over ranks use compile_step "
+            "(docs/guides/own-model.md)",
         )
     if trainer.strands > 1 and args.gradient_accumulation_steps == 1:
         raise InputError(
@@ -200,6 +201,24 @@ def _refuse_unknown(trainer: Any) -> None:
             hint="set gradient_accumulation_steps to 2 or more, and per_device_train_batch_size to "
             "that much less",
         )
+
+
+def _spread(model: nn.Module | None) -> list[str]:
+    """What a model has that a trace does not follow: weights on several devices, moved by hooks
+    of Accelerate, and weights of a quantizer's own types. PEFT's adapters are plain modules."""
+    if model is None:
+        return []
+    found = []
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    hooked = [name for name, each in model.named_modules() if hasattr(each, "_hf_hook")]
+    if len(places) > 1 or hooked:
+        at = f" over {', '.join(sorted(places))}" if places else f" (hook on {hooked[0] or 'all'})"
+        found.append(f"device_map{at}")
+    method = getattr(getattr(model, "config", None), "quantization_config", None)
+    if method is not None or getattr(model, "is_quantized", False):
+        kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
+        found.append(f"a quantized model ({kind})")
+    return found
 
 
 def _replicas(device: torch.device) -> DeviceMesh | None:

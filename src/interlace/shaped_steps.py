@@ -64,6 +64,11 @@ class ShapedSteps:
         overlap = options.get("overlap") or OverlapConfig()
         self._group = StepRanks.of(self._mesh, (), overlap).members
 
+    def __repr__(self) -> str:
+        """The shapes that were compiled, each with its step."""
+        compiled = "".join(f"\n  {shape}: {step!r}" for shape, step in self.steps.items())
+        return f"ShapedSteps({len(self.steps)} of at most {self._most} shapes compiled){compiled}"
+
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
         """The mean loss; gradients are in `param.grad`, as after `Step.__call__`. The micro-batches
         of a call have one shape, the same on all ranks. Raises InputError or PeerError, on all

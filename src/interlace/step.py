@@ -27,7 +27,7 @@ from interlace.runtime.stage_link import StageLink
 from interlace.runtime.traced_strands import Strands
 from interlace.runtime.user_module import UserModule
 from interlace.schedules.finder import Schedule
-from interlace.text import milliseconds
+from interlace.text import milliseconds, percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,26 +121,38 @@ class Step:
         self.tensors = tensors
         self.link = link
         self._group = group
+        self._recorded: Timeline | None = None
         self._device = next(iter(tensors.constants.values())).device
         self.nondeterminism = nondeterminism(self._device)
 
     def __repr__(self) -> str:
-        """Its schedule, its graphs, and what the plan expects of each phase."""
+        """Its schedule, its graphs, what the plan expects of each phase, and what the last recorded
+        step took and hid."""
         graphs = self.strands.op_graphs.values()
         lanes = sorted({op.lane for graph in graphs for op in graph.collectives})
         count = sum(len(graph.operators) for graph in graphs)
         sent = sum(len(graph.collectives) for graph in graphs)
         text = f"Step(schedule {self.plan.schedule}, {count} operators"
         text += f", {sent} collectives over {', '.join(lanes)}" if lanes else ", no collectives"
+        return f"{text}, {self._planned()}{self._measured()})"
+
+    def _planned(self) -> str:
         planned = {name: each for name, each in self.plan.phases.items() if each.predicted_ns}
         if not planned:
-            return f"{text}, in traced order)"
+            return "in traced order"
         phases = ", ".join(
             f"{name} {milliseconds(each.predicted_ns)} ms with {milliseconds(each.exposed_ns)} "
             "exposed"
             for name, each in planned.items()
         )
-        return f"{text}, planned by {self.plan.search}: {phases})"
+        return f"planned by {self.plan.search}: {phases}"
+
+    def _measured(self) -> str:
+        if (last := self._recorded) is None:
+            return ""
+        hidden = f", {percent(last.hidden_fraction())} hidden" if last.communication_ns() else ""
+        took, waits = milliseconds(last.length_ns), milliseconds(last.exposed_ns())
+        return f"; recorded: {took} ms with {waits} exposed{hidden}"
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
         """The mean loss of these micro-batches. The gradient (over an axis `dp_replicate` its
@@ -192,7 +204,8 @@ class Step:
         rank = dist.get_rank() if dist.is_initialized() else 0
         recorder = Recorder(self.strands.op_graphs, self._clock.restarted())
         self._run(self.tensors.flat(micro_batches), recorder)
-        return recorder.timeline(label, rank)
+        self._recorded = recorder.timeline(label, rank)
+        return self._recorded
 
     def compare(self, micro_batches: Sequence[Any], *, repeats: int = 3) -> StepComparison:
         """This step against plain autograd on the same module and micro-batches: losses, every

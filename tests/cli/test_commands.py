@@ -271,7 +271,7 @@ def test_report_prints_what_it_wrote(calls, tmp_path, capsys):
     [
         (RunError("it broke"), 1, "error: it broke\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
-        (OSError(28, "No space left on device"), 1, "error: OSError: [Errno 28] No space left"),
+        (OSError(28, "No space left on device"), 1, "error: cannot write the output: No space"),
     ],
 )
 def test_failures_have_codes_and_no_traceback(calls, capsys, error, code, message):

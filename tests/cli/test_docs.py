@@ -128,7 +128,8 @@ def check_command(words: list[str], where: str) -> None:
         case "interlace":
             check_interlace(rest, where)
         case "sudo":
-            check_command(rest, where)
+            check_command(["interlace", *rest[1:]], where)
+            assert rest[0] == "$(command -v interlace)", where  # sudo finds no virtual environment
         case "torchrun":
             check_torchrun(rest, where)
         case "srun":

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import interlace
+from interlace.cli.run_file import preset_files
 
 LIMIT_S = 60
 HEAVY = ("torch", "matplotlib", "cattrs", "tomli_w", "jinja2")
@@ -50,6 +51,11 @@ def test_help_lists_every_key_with_its_help_text():
     assert "--train.micro_batch_size INT" in text
     assert "Sequences per micro-batch." in text
     assert "--compare.empty" not in text
+    for table in ("model", "model.experts", "parallel", "watchdog"):
+        assert text.count(f"─ Run file: {table} ─") == 1
+    assert text.index("--nproc") < text.index("--strands") < text.index("Run file: model ─")
+    for name in preset_files():
+        assert re.search(rf"[ ]{re.escape(name)}[, ]", text)
 
 
 def test_no_color_is_honoured():

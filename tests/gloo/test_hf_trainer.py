@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from processes import run_ranks
 from torch import Tensor, nn
 from transformers import (
@@ -85,7 +86,7 @@ def trained(
         save_strategy="no", report_to="none", optim="sgd", lr_scheduler_type="constant",
         disable_tqdm=True, dataloader_drop_last=True, **given,
     )  # fmt: skip
-    trainer = kind(model=model, args=args, train_dataset=data)
+    trainer = kind(model=model, args=args, train_dataset=data, eval_dataset=data[:2])
     trainer.train()
     losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -112,7 +113,7 @@ def difference(make: Any, data: list[Any], folder: Path, **options: Any) -> tupl
         (llama, texts, {"label_smoothing_factor": 0.1}),
         (llama, texts, {"max_steps": -1, "num_train_epochs": 1}),  # the last step has two of three
         (llama, texts, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1}),
-        (bert, classes, {}),
+        (bert, classes, {"eval_strategy": "steps", "eval_steps": 1}),
         (llama, texts, {"bf16": True}),
     ],
     ids=["llama", "label smoothing", "two of three", "one of two", "bert", "bf16"],
@@ -209,6 +210,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
             trained(kind, tmp_path, model, data, **options)
         return f"{found.value.message} hint: {found.value.hint}"
 
+    model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
+    assert "with device_map over cpu, disk hint: leave" in refusal(Ours, texts(8))
+    del model.hf_device_map
+    model.config.quantization_config = {"quant_method": "gptq"}
+    assert "with a quantized model (gptq) hint: leave" in refusal(Ours, texts(8))
+    del model.config.quantization_config
+    add_hook_to_module(model.lm_head, ModelHook())
+    assert "with device_map (hook on lm_head) hint: leave" in refusal(Ours, texts(8))
+    model = llama()
     text = refusal(Ours, texts(8), torch_compile=True)
     assert "do not go together with torch_compile" in text
     assert "with neftune_noise_alpha" in refusal(Ours, texts(8), neftune_noise_alpha=5.0)

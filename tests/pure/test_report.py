@@ -184,6 +184,22 @@ def test_single_mode_and_unknown_losses(tmp_path: Path) -> None:
     assert "The last line of metrics.jsonl has no end" in page.text
 
 
+def test_the_plan_against_what_was_measured(tmp_path: Path) -> None:
+    """The last table of expected and measured communication stands on the page."""
+    write_run(tmp_path, modes=("2",), ranks=1, steps=3)
+    row = {
+        "kind": "all_gather", "lane": "tp", "count": 80, "expected_busy_ms": 333.9,
+        "measured_busy_ms": 564.7, "expected_exposed_ms": 84.7, "measured_exposed_ms": 84.2,
+    }  # fmt: skip
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "proof", "unix_time_s": 1.0, "rows": [row]}) + "\n")
+    build_report(tmp_path)
+    page = _Page((tmp_path / "report.html").read_text())
+    assert "Expected by the plan, and measured" in page.text
+    for cell in ("334", "565", "84.7", "84.2"):
+        assert cell in page.text
+
+
 def test_run_on_token_ids_is_shown_in_bits_per_token(tmp_path: Path) -> None:
     """Where no event knows bits per byte, losses are drawn and named in bits per token."""
     write_run(tmp_path, modes=("1",), ranks=1, steps=50)

@@ -14,6 +14,8 @@ bench.py         `interlace bench`
 lab.py           `interlace lab`
 export.py        `interlace export`
 explain.py       `interlace explain`
+help_panels.py   help in a panel for each table of the run file
+host_memory.py   whether a run can fit into the memory of this machine
 options.py       options of several commands, and the layer that puts flags on a run file
 run_file.py      run files: TOML to RunConfig, strictly, and back
 ranks.py         commands that run as ranks: of the job around us, or started here

@@ -5,6 +5,7 @@ What every command says, and how it ends: messages on stderr, data on stdout, ex
 0 ok, 1 failed while running, 2 bad input, 130 interrupted, 141 nobody reads the output.
 """
 
+import errno
 import os
 import sys
 import traceback
@@ -15,11 +16,14 @@ from cyclopts import App
 from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 
 from interlace import __version__
+from interlace.cli.help_panels import PanelsByTable
 from interlace.cli.options import read_run_file
 from interlace.errors import InputError, InterlaceError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, 128 + SIGINT, as shells give it."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a system call that mean that a disk, or a user's share of it, is full."""
 BROKEN_PIPE = 141
 """Exit code if nobody reads the output, 128 + SIGPIPE, as shells give it."""
 
@@ -40,13 +44,26 @@ def report_errors(command: Callable[[], int], *, verbose: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
-        hint = "" if verbose else "run it again with -v to see where"
-        complain(f"{type(error).__name__}: {error}", hint=hint, verbose=verbose)
+        complain(*_unforeseen(error, verbose=verbose), verbose=verbose)
         return 1
     return code
 
 
-def complain(message: str, *, hint: str = "", verbose: bool = False) -> None:
+def _unforeseen(error: Exception, *, verbose: bool) -> tuple[str, str]:
+    """What is said of an error that no command raises itself: the message, and a hint."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        where = error.filename or "the output"
+        return f"cannot write {where}: {error.strerror}", (
+            "free space, or set output.directory and checkpoint.directory to another disk "
+            "(XDG_CACHE_HOME for caches); with checkpoints, --checkpoint.resume latest goes on"
+        )
+    return (
+        f"{type(error).__name__}: {error}",
+        "" if verbose else "run it again with -v to see where",
+    )
+
+
+def complain(message: str, hint: str = "", *, verbose: bool = False) -> None:
     """Print `error:` and `hint:` lines, naming this rank; with `verbose` the traceback first.
 
     One write, so that the messages of several ranks do not mix.
@@ -70,6 +87,7 @@ def build_app() -> App:
         version=__version__,
         version_flags=["--version"],
         result_action="return_value",
+        help_formatter=PanelsByTable(),
         suppress_keyboard_interrupt=False,
     )
     app.command(

@@ -30,7 +30,7 @@ def plan(
     Parameters
     ----------
     run
-        A TOML run file, or the name of a preset (demo, quickstart, llama-70b, llama-70b-pipeline).
+        A TOML run file, or the name of a preset.
     output
         Write the plan to this file instead of standard output, for plan.file of a later run; with
         --global-batch the run file.

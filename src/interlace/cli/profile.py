@@ -38,7 +38,7 @@ def profile(
     Parameters
     ----------
     run
-        A TOML run file, or the name of a preset (demo, quickstart).
+        A TOML run file, or the name of a preset.
     output
         The cost file to write. If it is interrupted, the same command continues.
     again

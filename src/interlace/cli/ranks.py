@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from interlace.cli.host_memory import check_host_memory
 from interlace.cli.run_file import save_run_config
 from interlace.config import RunConfig
 from interlace.errors import InputError
@@ -56,6 +57,8 @@ def start_ranks(
             hint="start it with torchrun or srun on all hosts, plan it with interlace plan, or say "
             f"--nproc {ranks} to start all of them here",
         )
+    if words[0] == "train":
+        check_host_memory(config, ranks)
     from interlace.ranks.launch import launch  # noqa: PLC0415  imports torch
 
     os.environ.setdefault("INTERLACE_COMMAND", shlex.join(["interlace", *sys.argv[1:]]))

@@ -25,7 +25,7 @@ def simulate(
     Parameters
     ----------
     run
-        A TOML run file, or the name of a preset (llama-3.1-70b, gpt-175b, ...).
+        A TOML run file, or the name of a preset.
     cluster
         A TOML file or a preset (a100-80, h100, ...), with the number of its devices if the run
         leaves that open: h100x64.

@@ -25,7 +25,7 @@ def train(
     Parameters
     ----------
     run
-        A TOML run file, or the name of a preset (demo, quickstart).
+        A TOML run file, or the name of a preset.
     nproc
         Processes to start on this machine; as many as the layout needs when not given.
     check

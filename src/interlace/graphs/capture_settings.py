@@ -63,3 +63,20 @@ def without_fused_recurrence(module: nn.Module) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
         with torch.backends.mkldnn.flags(enabled=False):
             yield
+
+
+@contextmanager
+def tensors_put_back(module: nn.Module) -> Iterator[None]:
+    """Afterwards every sub-module has the parameters and buffers that it has now, by the same
+    names. The joint export swaps those of all names for its own; a sub-module that stands under two
+    names is swapped twice, and torch would put back the first swap's."""
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table))
+        for each in module.modules()
+        for table in (each._parameters, each._buffers)
+    ]
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.update(before)

@@ -6,6 +6,7 @@ docs/new-torch.md says with which versions of torch it was tested.
     _dynamo.functional_export.fullgraph_capture, _dynamo.convert_frame.get_traced_fn,
     _dynamo.hooks.Hooks, _dynamo.guards.profile_guard_manager
                                              the guards of a capture: what the forward read
+    _dynamo.side_effects.SideEffects.store_attr                 what the forward would set
     nn.Module._*_hooks, nn.modules.module._global_*_hooks, Tensor._backward_hooks,
     Tensor._post_accumulate_grad_hooks, DTensor._local_tensor, DTensor._spec      seeing changes
     _dynamo.config: automatic_dynamic_shapes, allow_rnn, ignore_logger_methods   how it captures
@@ -41,6 +42,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo import functional_export, guards
 from torch._dynamo.convert_frame import get_traced_fn
 from torch._dynamo.hooks import Hooks
+from torch._dynamo.side_effects import SideEffects
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -100,6 +102,9 @@ class Forward:
     module: fx.GraphModule
     reads: "Reads | None"
     """What it read of Python, if that was asked for."""
+    notes: tuple[tuple[Any, str, Any], ...] = ()
+    """Constants that it would have set: the object, the attribute's name, the value. A capture sets
+    none. Empty if `reads` was not asked for."""
 
 
 def capture_forward(
@@ -109,19 +114,27 @@ def capture_forward(
     gradient. No collective runs, no memory is touched when the module holds fake tensors. `watch`
     keeps what was read of Python."""
     reads: list[Reads] = []
+    notes: list[tuple[Any, str, Any]] = []
     whole_capture = functional_export.fullgraph_capture
+    store_attr = SideEffects.store_attr
 
     def watched(function: Any, *args: Any, **options: Any) -> Any:
         found = whole_capture(function, *args, **options)
         reads.append(_reads(module, function, found.graph_capture_output))
         return found
 
+    def noted(self: Any, item: Any, name: str, value: Any, *kind: Any, **named: Any) -> Any:
+        if item.source is not None and hasattr(item, "value") and value.is_python_constant():
+            notes.append((item.value, name, value.as_python_constant()))
+        return store_attr(self, item, name, value, *kind, **named)
+
     with ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(capture_settings()))
-        if watch:  # guards can only be built inside the capture
+        if watch:  # guards can only be built, and what is set only be seen, inside the capture
             stack.enter_context(mock.patch.object(functional_export, "fullgraph_capture", watched))
+            stack.enter_context(mock.patch.object(SideEffects, "store_attr", noted))
         captured: Any = functional_export.dynamo_graph_capture_for_export(module)(*example_inputs)
-    return Forward(captured, reads[0] if reads else None)
+    return Forward(captured, reads[0] if reads else None, tuple(notes))
 
 
 def capture_joint(forward: Forward, example_inputs: tuple[Tensor, ...]) -> Joint:

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Placement
 
 from interlace.graphs.buffers import filled
-from interlace.graphs.capture_settings import without_fused_recurrence
+from interlace.graphs.capture_settings import tensors_put_back, without_fused_recurrence
 from interlace.graphs.joint import Joint, input_of
 from interlace.graphs.ragged import refuse_sizes
 from interlace.graphs.torch_private import (
@@ -32,6 +32,7 @@ from interlace.graphs.trace_errors import (
     refuse_flex_attention,
     refuse_sparse,
     refuse_writes,
+    set_labels_kind,
 )
 
 aten = torch.ops.aten
@@ -147,12 +148,15 @@ def trace_forward(
     """`module(*example_inputs) -> scalar loss` as Python runs it. Raises InputError as
     `trace_chunk` does."""
     with explained(module), without_fused_recurrence(module):
-        return capture_forward(module, example_inputs, watch=watch)
+        forward = capture_forward(module, example_inputs, watch=watch)
+        if set_labels_kind(forward.notes):  # it reads what it set, so that another branch is taken
+            forward = capture_forward(module, example_inputs, watch=watch)
+        return forward
 
 
 def trace_joint(module: nn.Module, forward: Forward, example_inputs: tuple[Tensor, ...]) -> Joint:
     """Forward and backward of a module in one graph. Raises InputError as `trace_chunk` does."""
-    with explained(module), without_fused_recurrence(module):
+    with explained(module), without_fused_recurrence(module), tensors_put_back(module):
         joint = capture_joint(forward, example_inputs)
     refuse_writes(module, joint.writes)
     refuse_sparse(module, joint.graph)

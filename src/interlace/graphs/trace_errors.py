@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -224,6 +224,17 @@ def _hint(error: BaseException) -> str:
     return next((hint for words, hint in _HINTS if any(w in text for w in words)), _OTHER_HINT)
 
 
+def set_labels_kind(notes: Iterable[tuple[Any, str, Any]]) -> bool:
+    """Set what a captured forward would have noted in configurations of `transformers`
+    (`problem_type`, of a classifier that sees labels for the first time), as its eager forward
+    does: a later evaluation would, and the step be refused. Whether anything was set. `notes` are
+    objects, attributes and values."""
+    found = [each for each in notes if _is_configuration(each[0])]
+    for config, name, value in found:
+        setattr(config, name, value)
+    return bool(found)
+
+
 def _changed(module: nn.Module, text: str) -> list[str]:
     """Sources that dynamo names, as paths of modules: `_modules['a']._modules['b']` is a.b. Without
     what `transformers` keeps there; the text itself if it names none."""
@@ -243,5 +254,11 @@ def _notes_labels(module: nn.Module, source: str, path: str) -> bool:
     labels that they see, each time the same."""
     if not source.endswith(".config"):
         return False
-    config = getattr(module.get_submodule(path), "config", None)
-    return any(kind.__module__.startswith("transformers.") for kind in type(config).__mro__)
+    return _is_configuration(getattr(module.get_submodule(path), "config", None))
+
+
+def _is_configuration(config: object) -> bool:
+    """Whether this is a configuration of `transformers`."""
+    return any(
+        kind.__module__ == "transformers.configuration_utils" for kind in type(config).__mro__
+    )

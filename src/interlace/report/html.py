@@ -16,8 +16,10 @@ from interlace.report.tables import (
     COLLECTIVE_HEADER,
     COMPARISON_HEADER,
     MODE_NAMES,
+    PROOF_HEADER,
     collective_cells,
     comparison_rows,
+    proof_cells,
 )
 from interlace.report.theme import DARK, LIGHT, Theme
 
@@ -49,6 +51,9 @@ def render(record: RunRecord, *, draw_timeline: Callable[[Theme], bytes], trace_
         pipeline=_themed(lambda theme: pipeline_page_png(stages, theme), "png") if stages else None,
         pipeline_summary=findings.pipeline_sentence(stages) if stages else "",
         modes=[_mode(mode, timeline) for mode, timeline in timelines.items()],
+        proof=_table(PROOF_HEADER, proof_cells(proofs[-1]["rows"]), 2)
+        if (proofs := [each for each in record.of("proof") if each["rows"]])
+        else None,
         ranks=_table(findings.RANK_HEADER, findings.rank_rows(record), 1),
         without_partner=findings.without_partner(timelines["2"]) if "2" in timelines else "",
         loss=_themed(lambda theme: loss_svg(train, held_out, unit, theme), "svg+xml")

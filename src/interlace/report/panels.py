@@ -131,12 +131,15 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme, *, time_axis: str) -> Non
             _draw_lane(axes, panel, row, theme)
 
 
-def draw_saving(axes: Axes, panel: Panel, longest_ns: int, theme: Theme) -> None:
-    """Say in the free space behind a shorter step by how much it is shorter, if there is room."""
-    saved_ns = longest_ns - panel.timeline.length_ns
-    text = f"{percent(saved_ns / max(longest_ns, 1))} shorter"
-    start_ms, width_ms = panel.bar(panel.timeline.length_ns, longest_ns)
-    if not _fits(panel, text, width_ms, character_in=0.12):
+def draw_saving(axes: Axes, panel: Panel, first: Panel, theme: Theme) -> None:
+    """Say in the free space behind a step by how much it is shorter than that of the first panel,
+    as both were recorded, if there is room."""
+    length_ns, first_ns = panel.timeline.length_ns, first.timeline.length_ns
+    start_ms, width_ms = panel.bar(length_ns, max(first_ns, length_ns))
+    saved = f"{percent((first_ns - length_ns) / max(first_ns, 1))} shorter"
+    texts = (f"recorded {saved} than {plain(first.timeline.label)}", f"recorded {saved}", saved)
+    text = next((each for each in texts if _fits(panel, each, width_ms, character_in=0.12)), "")
+    if not text:
         return
     row = next(row for row in panel.rows if row.role == _COMPUTE)
     y = row.bottom + row.height / 2

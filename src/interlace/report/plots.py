@@ -117,7 +117,6 @@ def _draw_group(
     if name:
         top -= _GROUP_IN
         _write(figure, top + 0.08, name, theme.text, size=13, bold=True)
-    longest_ns = max(panel.timeline.length_ns for panel in panels)
     for panel in panels:
         top -= _HEADER_IN + panel.height
         box = (_LEFT_IN / _WIDTH_IN, top / height, PLOT_IN / _WIDTH_IN, panel.height / height)
@@ -125,7 +124,7 @@ def _draw_group(
         axis_name = "time from the left edge (ms)" if name else "time (ms)"
         draw_panel(axes, panel, theme, time_axis=axis_name if panel is panels[-1] else "")
         if not name:
-            draw_saving(axes, panel, longest_ns, theme)
+            draw_saving(axes, panel, panels[0], theme)
         top -= _GAP_IN
 
 

@@ -25,6 +25,10 @@ MODE_ORDER = ("eager", "plain-1", "decomposed-1", "1", "plain-2", "decomposed-2"
 """Ways of running, from what a user has today to what interlace does."""
 
 
+PROOF_HEADER = (
+    "collective", "link", "count", "expected ms", "measured ms", "exp. exposed", "exposed ms",
+)  # fmt: skip
+"""Columns of `proof_cells`."""
 COMPARISON_HEADER = ("way of running", "step ms", "min to max", "CPU ms", "exposed ms", "hidden")
 """Columns of `comparison_rows`."""
 COLLECTIVE_HEADER = (
@@ -163,3 +167,16 @@ def _identity_line(comparison: Mapping[str, Any]) -> str:
         return "losses identical: not compared (needs both one strand and two strands)"
     answer = "yes" if identical else "NO"
     return f"losses identical: {answer} (two strands against one, {comparison['steps']} steps)"
+
+
+def proof_cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Per kind of collective and link: busy and exposed time of a step, expected by the plan and
+    measured. `rows` are those of the event `proof` of a run."""
+    times = ("expected_busy_ms", "measured_busy_ms", "expected_exposed_ms", "measured_exposed_ms")
+    return [
+        (
+            *(row["kind"], row["lane"], str(row["count"])),
+            *(milliseconds(row[key] * 1e6) for key in times),
+        )
+        for row in rows
+    ]

@@ -115,9 +115,9 @@ def replica_group(module: nn.Module, mesh: DeviceMesh | None) -> dist.ProcessGro
     if sizes.get(SHARD_AXIS, 1) > 1:
         raise InputError(
             f"mesh has the axis {SHARD_AXIS} of {sizes[SHARD_AXIS]} ranks, and compile_step shards "
-            "no weights",
-            hint=f"name the axis {REPLICATE_AXIS} to average gradients over it; interlace train "
-            "shards weights (parallel.data_shard)",
+            "no weights itself",
+            hint="put the module under fully_shard on that axis, which the step then takes as it "
+            f"is; or name the axis {REPLICATE_AXIS} to average gradients over it",
         )
     if mesh is None or sizes.get(REPLICATE_AXIS, 1) == 1:
         return None

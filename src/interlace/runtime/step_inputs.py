@@ -16,6 +16,15 @@ from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands
 
 
+def check_module(module: nn.Module) -> None:
+    """Raise InputError for what is no module."""
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"module is a {type(module).__name__}, no nn.Module",
+            hint="give the module that holds the parameters; loss_fn(module, *batch) calls it",
+        )
+
+
 def check_wrappers(module: nn.Module, *, fsdp: bool = False) -> None:
     """Raise InputError if a sub-module is wrapped by what works through autograd's hooks, and with
     `fsdp` is not under `fully_shard` either."""
@@ -26,8 +35,8 @@ def check_wrappers(module: nn.Module, *, fsdp: bool = False) -> None:
             raise InputError(
                 f"{name or 'the module'} is under {by}, which exchanges gradients by hooks of "
                 "autograd, and a traced step has no autograd",
-                hint=f"leave {by} out: a mesh axis {REPLICATE_AXIS} averages gradients, and "
-                "interlace train shards weights (parallel.data_shard)",
+                hint=f"leave {by} out, and name the axis of these ranks {REPLICATE_AXIS} in mesh: "
+                "gradients are averaged over it",
             )
 
 

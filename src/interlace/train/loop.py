@@ -268,6 +268,8 @@ class Trainer:
         graphs, count = step.strands.op_graphs, self.config.train.micro_batches
         plan = step.plan if timeline.label == "2" else step.strands.sequential
         rows = proof_rows(plan, graphs, step.costs, timeline, count)
+        if not rows:
+            return  # one rank sends nothing
         self.write("proof", rows=rows)
         say(session, "one step's communication, expected by the plan and measured on rank 0:")
         say(session, proof_table(rows))

@@ -123,10 +123,7 @@ def plan_command(
         subtitle = f"{describe_model(config)}; costs: {origin.splitlines()[0]}"
         _write(picture, plan_png(comparison, subtitle=subtitle))
     text = to_text(comparison.best.plan, graphs)
-    if output is None:
-        sys.stdout.write(text)
-    else:
-        _write(output, text.encode())
+    _give(text, output)
     return 0
 
 
@@ -165,11 +162,19 @@ def _plan_stages(
         title = f"{own.name}: {describe_model(config)}"
         _write(picture, pipeline_png(chosen.actions, chosen.step, title=title))
     text = write_schedule(chosen.actions)
-    if output is None:
-        sys.stdout.write(text)
-    else:
-        _write(output, text.encode())
+    _give(text, output)
     return 0
+
+
+def _give(text: str, output: Path | None) -> None:
+    """Write a plan to a file or to standard output; to a terminal it would hide the tables."""
+    if output is not None:
+        _write(output, text.encode())
+    elif sys.stdout.isatty():
+        lines = text.count("\n")
+        _say(f"the plan has {lines:,} lines: -o FILE writes them, and | less shows them")
+    else:
+        sys.stdout.write(text)
 
 
 def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:

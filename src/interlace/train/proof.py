@@ -7,11 +7,9 @@ from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import CollectiveRow, Timeline
+from interlace.report.tables import PROOF_HEADER, proof_cells
 from interlace.sim.simulated_step import simulate_step
-from interlace.text import aligned, milliseconds
-
-HEADER = ("collective", "link", "count", "expected ms", "measured ms", "exp. exposed", "exposed ms")
-"""Titles of the columns of the table."""
+from interlace.text import aligned
 
 
 def proof_rows(
@@ -41,21 +39,4 @@ def proof_rows(
 
 def proof_table(rows: list[dict[str, Any]]) -> str:
     """The rows as text."""
-    cells = [
-        (
-            row["kind"],
-            row["lane"],
-            str(row["count"]),
-            *(
-                milliseconds(row[key] * 1e6)
-                for key in (
-                    "expected_busy_ms",
-                    "measured_busy_ms",
-                    "expected_exposed_ms",
-                    "measured_exposed_ms",
-                )
-            ),
-        )
-        for row in rows
-    ]
-    return aligned(HEADER, cells, text_columns=2)
+    return aligned(PROOF_HEADER, proof_cells(rows), text_columns=2)
