@@ -29,6 +29,10 @@ NORM_PASSES_GATED = 10
 """The same without biases and dropout."""
 NORM_PASSES_EAGER = 42
 """With operators one by one: a norm is cast, squared, averaged, scaled, cast, weighted (18)."""
+NORM_EAGER = 18
+"""Of that, one norm."""
+LAYER_NORM_EAGER = 4
+"""A LayerNorm, which is one kernel in 16 bits, with its residual read and written."""
 SPLIT_PASSES_EAGER = 18
 """Queries and keys cast, turned as complex numbers, cast back, besides what is split."""
 EAGER_KERNELS = 3
@@ -99,6 +103,8 @@ def _moved_bytes(job: StepJob) -> float:
     if not job.fused_operators:
         norms, turned = NORM_PASSES_EAGER, SPLIT_PASSES_EAGER
         activation += 2 * ffn / job.hidden
+        norms -= 2 * (NORM_EAGER - LAYER_NORM_EAGER) * job.layer_norms
+        turned += NORM_EAGER * job.head_norms * (1 + job.kv_width / job.query_width)
     turned *= job.query_width / job.hidden
     passes = norms / split + (turned + activation) / job.tensor
     return 2.0 * job.tokens * job.hidden * passes

@@ -36,6 +36,10 @@ class StepJob:
     """Three feed-forward matrices (SwiGLU) and no biases or dropout, as in Llama."""
     head_width: int = 0
     """Width of one head; 0: `hidden / heads`."""
+    layer_norms: bool = False
+    """LayerNorms in a gated model, which has RMSNorms otherwise."""
+    head_norms: bool = False
+    """RMSNorms of each head of queries and keys."""
     experts: ExpertJob | None = None
     """In place of the feed-forward of each layer."""
     tensor: int = 1
