@@ -188,7 +188,7 @@ def test_summary_and_data():
             8,
             "does not fit on 8 x v100: the least found is",
         ),
-        (replace(LLAMA, parallel=ParallelConfig(context=2)), "h100x8", 8, "parallel.context"),
+        (replace(LLAMA, parallel=ParallelConfig(context=3)), "h100x8", 8, "context = 3"),
     ],
 )
 def test_what_is_wrong_is_named(config, cluster, batch, named):
