@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from interlace.cli.run_file import load_run_config
-from interlace.config import DataConfig, OverlapConfig, ParallelConfig, PipelineConfig, RunConfig, TrainConfig
+from interlace.config import (
+    DataConfig,
+    OverlapConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+)
 from interlace.errors import InputError
 from interlace.hardware.cluster import load_cluster
 from interlace.hardware.cluster_size import load_sized_cluster

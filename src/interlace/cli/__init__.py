@@ -15,6 +15,7 @@ lab.py           `interlace lab`
 export.py        `interlace export`
 explain.py       `interlace explain`
 options.py       options of several commands, and the layer that puts flags on a run file
+plain_words.py   --model and --sequence in the words of run files
 run_file.py      run files: TOML to RunConfig, strictly, and back
 ranks.py         commands that run as ranks: of the job around us, or started here
 """

@@ -126,6 +126,8 @@ def attention_s(device: DeviceRates, job: StepJob, *, backward: bool) -> float:
     one = fused_attention_s(device, kernel=job.attention, **shape)
     if not ring:
         return one
+    if job.fused_operators:
+        return job.context * one
     merged = float(RING_BYTES[backward]) * job.tokens * job.query_width / job.tensor
     return job.context * one + (job.context - 1) * moved_s(device, merged, 8)
 

@@ -113,6 +113,7 @@ def layout_of(config: RunConfig, ranks: int = 0, expert_load: float = 1.0) -> Jo
     Raises InputError for what cannot be simulated, or does not fit the ranks."""
     check(config)
     refuse_unknown(config)
+    refuse_load(config, expert_load)
     parallel = config.parallel
     if ranks or parallel.data_shard != -1:
         config = resolve_layout(config, ranks or world_of(parallel))
@@ -200,6 +201,19 @@ def refuse_unknown(config: RunConfig) -> None:
             )
 
 
+def refuse_load(config: RunConfig, expert_load: float) -> None:
+    """Raise InputError for a load of experts that a model without them, or with fewer, cannot
+    have."""
+    experts = config.model.experts
+    if experts.count:
+        ExpertJob(count=experts.count, chosen=experts.chosen, ffn=1, load=expert_load)
+    elif expert_load != 1:
+        raise InputError(
+            f"--expert-load {expert_load:g}, and the model has no experts",
+            hint="leave --expert-load out",
+        )
+
+
 def vocabulary_rows(config: RunConfig, tensor: int) -> int:
     """Rows of the embedding. Raises InputError where only the tokenizer knows them."""
     rows = config.model.vocab_size
@@ -250,4 +264,3 @@ def step_job(config: RunConfig, layout: JobLayout) -> StepJob:
         attention="flash2",
         fused_operators=False,
     )
-

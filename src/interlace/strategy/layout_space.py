@@ -2,8 +2,8 @@
 
 A field of the run file that is not at its default is kept: `--parallel.tensor 8` leaves the rest to
 the search. Tensor ranks stay within a host. Sequences are shared where they are long, and experts
-are dealt to any number of ranks that their number and the ranks allow. Of schedules that differ in memory alone the one that
-takes less is listed (1F1B, not GPipe).
+are dealt to any number of ranks that their number and the ranks allow. Of schedules that differ in
+memory alone the one that takes less is listed (1F1B, not GPipe).
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from interlace.config import ParallelConfig, PipelineConfig, RunConfig, TrainCon
 from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster
 from interlace.model_config import expert_width_of
-from interlace.strategy.job_layout import JobLayout, refuse_unknown
+from interlace.strategy.job_layout import JobLayout, refuse_load, refuse_unknown
 
 ONE_CHUNK = ("one_f_one_b", "eager_one_f_one_b", "zb_h1")
 TWO_CHUNKS = ("zb_v", "folded", "eager_folded", "dual_pipe_v", "stp")
@@ -22,6 +22,18 @@ MOST_CHUNKS = 8
 """Chunks of a rank in `interleaved`, at most: a choice."""
 LARGEST_MICRO_BATCH = 16
 """Sequences: a choice, as more fill a GPU no better."""
+_SEARCHED = (
+    "data_replicate",
+    "data_shard",
+    "context",
+    "context_method",
+    "tensor",
+    "expert",
+    "pipeline",
+    "zero",
+    "reduce",
+)
+"""Fields of `[parallel]`."""
 LEAST_TOKENS = 8192
 """Of a sequence on a rank, below which sequences are not shared further: a choice, as shorter parts
 leave less to hide exchanges under."""
@@ -47,6 +59,7 @@ class LayoutSpace:
                 f"--global-batch {self.global_batch} is no number of sequences", hint="1 or more"
             )
         refuse_unknown(self.config)
+        refuse_load(self.config, self.expert_load)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -55,8 +68,7 @@ class LayoutSpace:
         usual, plain = ParallelConfig(), TrainConfig()
         found: dict[str, Any] = {
             name: getattr(parallel, name)
-            for name in ("data_replicate", "data_shard", "context", "context_method", "tensor")
-            + ("expert", "pipeline", "zero", "reduce")
+            for name in _SEARCHED
             if getattr(parallel, name) not in (getattr(usual, name), -1)
         }
         if self.config.pipeline.schedule != PipelineConfig().schedule:

@@ -14,8 +14,8 @@ gradients of weights (8 / t more with `recompute = "layer"`, which has computed 
     Llama    8 + (22 + 6 kv + 6 ffn) / t       GPT    10 + (4 + 6 kv + 4 ffn) / t
 
 A layer with experts is that of a Llama without its feed-forward, and has for each of a token's
-experts 4 and the inner width of a rank: 4 + 8 ffn / t, and cut in two 4 + 6 ffn / t. Those are rows:
-of the rank with the fullest expert. Queries, if they are not as wide as the model, count 4 of the
+experts 4 + 8 ffn / t, and cut in two 4 + 6 ffn / t. Those are rows, of the rank with the fullest
+expert. Queries, if they are not as wide as the model, count 4 of the
 20, and norms of heads 8 for queries and for keys. LayerNorms keep 12 less (8 / t with tensor
 ranks). Ulysses keeps results twice, 2 / t more, and repeated heads of keys.
 
