@@ -91,7 +91,8 @@ def test_plain_words(tmp_path, capsys):
     assert main(["simulate", *mixture, *load, "--cluster", "h100x64"]) == 0
     assert "the fullest expert with 1.5 x its share" in capsys.readouterr().out
     run = tmp_path / "run.toml"
-    search = ["--cluster", "h100x16", "--global-batch", "32", "--parallel.pipeline", "2"]
+    search = ["--cluster", "h100x8", "--global-batch", "8", "--parallel.tensor", "8"]
+    search += ["--train.recompute", "layer"]
     assert main(["plan", *model[:3], *search, "-o", str(run)]) == 0
     assert "sequence_length = 2048" in run.read_text()
     for words, message in (

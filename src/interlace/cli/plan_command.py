@@ -64,19 +64,10 @@ def plan(
 
         _refuse(cost=cost, interpolate=interpolate, picture=picture)
         return plan_strategy(
-            config,
-            cluster=cluster,
-            global_batch=global_batch,
-            expert_load=expert_load,
-            output=output,
-            json=json,
-        )
-    if expert_load != 1:
-        raise InputError(
-            f"--expert-load {expert_load:g} is for a search of layouts, and --global-batch is not "
-            "given",
-            hint="add --global-batch and --cluster, or leave it out",
-        )
+            config, cluster=cluster, global_batch=global_batch, expert_load=expert_load,
+            output=output, json=json,
+        )  # fmt: skip
+    _refuse_load(expert_load)
     from interlace.train.planning import plan_command  # noqa: PLC0415  imports torch
 
     return plan_command(
@@ -88,6 +79,15 @@ def plan(
         json=json,
         picture=picture,
     )
+
+
+def _refuse_load(expert_load: float) -> None:
+    if expert_load != 1:
+        raise InputError(
+            f"--expert-load {expert_load:g} is for a search of layouts, and --global-batch is not "
+            "given",
+            hint="add --global-batch and --cluster, or leave it out",
+        )
 
 
 def _refuse(*, cost: Path | None, interpolate: bool, picture: Path | None) -> None:
