@@ -270,6 +270,7 @@ class LayerOperators:
                 moved=size,
             )  # fmt: skip
             late: list[tuple[str, str]] = []
+            first = ""
             if block == "ffn" and self.experts is not None:
                 begun = len(graph.operators)
                 last, late = experts_back(graph, self.experts, s, f"{layer}", (last, *ready))
