@@ -214,7 +214,7 @@ PLANNED_EXPERTS = {  # `interlace plan` of 8 layers in 2 stages: GiB of the rank
 
 @pytest.mark.parametrize("schedule", PLANNED_EXPERTS)
 def test_a_pipeline_of_experts_takes_the_memory_that_its_traced_plan_says(schedule):
-    """Within 3 %, without what is gone when a layer ends, which traced plans do not count."""
+    """Within 3 %, without weights that are gathered, which are small here."""
     model = ModelConfig(
         architecture="moe", layers=8, width=1024, heads=8, kv_heads=4, ffn_width=4096,
         vocab_size=4096, experts=ExpertsConfig(count=8, chosen=2, ffn_width=512),
@@ -225,7 +225,7 @@ def test_a_pipeline_of_experts_takes_the_memory_that_its_traced_plan_says(schedu
         pipeline=PipelineConfig(schedule=schedule),
     )  # fmt: skip
     found = simulated(config, H100)
-    most = max(each.total - each.working - each.gathered for each in found.memory) / 2**30
+    most = max(each.total - each.gathered for each in found.memory) / 2**30
     assert most == pytest.approx(PLANNED_EXPERTS[schedule], rel=0.03)
 
 

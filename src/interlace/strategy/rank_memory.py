@@ -187,7 +187,6 @@ def rank_memory(
             parts += share
         summed += own if layout.reduce == "step" or shards == 1 else 0.0
     working = _WORKING * job.tokens * job.hidden / job.tensor
-    working += _row_bytes(job, late=False)
     if layout.recompute == "layer":
         working += kept_bytes(job, layout, whole=True)
     logits = LOGIT_BYTES * job.tokens * job.vocab / job.tensor if last else 0.0
