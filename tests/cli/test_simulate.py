@@ -92,7 +92,7 @@ def test_plain_words(tmp_path, capsys):
     assert "the fullest expert with 1.5 x its share" in capsys.readouterr().out
     run = tmp_path / "run.toml"
     search = ["--cluster", "h100x8", "--global-batch", "8", "--parallel.tensor", "8"]
-    search += ["--train.recompute", "layer"]
+    search += ["--train.recompute", "layer", "--strands", "1"]
     assert main(["plan", *model[:3], *search, "-o", str(run)]) == 0
     assert "sequence_length = 2048" in run.read_text()
     for words, message in (

@@ -139,7 +139,7 @@ def test_what_is_proposed_keeps_the_rules():
 def test_runs_of_searches_keep_the_rules():
     """The same of what a search chooses, with where chunks begin."""
     draw = random.Random(11)
-    for _ in range(12):
+    for _ in range(6):
         space = random_space(draw)
         try:
             run = search_layouts(space).run()
@@ -249,7 +249,7 @@ MIXTURE = replace(
 def test_experts_are_dealt_and_bounds_hold():
     """The search deals experts, its bounds are below simulations, and what it proposes is the best
     of a sample."""
-    space = space_of(MIXTURE, "a100-80x16", 32)
+    space = space_of(with_kept(MIXTURE, zero=1, tensor=1), "a100-80x16", 16)
     found = search_layouts(space)
     assert found.chosen.layout.expert > 1
     parts = contributions(found.chosen)

@@ -61,7 +61,7 @@ def experts_there(
     rows = add("experts up", Kind.MATMUL, rows, weights)
     rows = add("experts activation", Kind.ELEMENTWISE, rows)
     rows = add("experts down", Kind.MATMUL, rows)
-    done = add("joined", Kind.MEMORY, _exchanged(graph, f"results of {mark}", times, rows))
+    done = add("joined", Kind.MEMORY, _exchanged(graph, f"experts results {mark}", times, rows))
     if times.shared:
         shared = add("shared up", Kind.MATMUL, last, done)
         shared = add("activation", Kind.ELEMENTWISE, shared)
@@ -88,7 +88,7 @@ def experts_back(
         shared = add("activation", Kind.ELEMENTWISE, shared)
         late.append(("shared up", shared))
         shared = add("shared up", Kind.MATMUL, shared)
-    rows = _exchanged(graph, f"results' {mark}", times, add("joined", Kind.MEMORY, shared))
+    rows = _exchanged(graph, f"experts results' {mark}", times, add("joined", Kind.MEMORY, shared))
     late.append(("experts down", rows))
     rows = add("experts down", Kind.MATMUL, rows, weights)
     rows = add("experts activation", Kind.ELEMENTWISE, rows)
