@@ -17,8 +17,8 @@ from docs_blocks import PAGES, ROOT, Block, blocks
 from processes import run_ranks
 
 from interlace.cli.app import build_app
-from interlace.cli.plain_words import in_words_of_run_files
 from interlace.cli.bench import bench_summaries
+from interlace.cli.plain_words import in_words_of_run_files
 from interlace.cli.run_file import load_run_config
 from interlace.config import RunConfig, world_of
 from interlace.hardware.cluster import load_cluster
