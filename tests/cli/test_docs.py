@@ -18,6 +18,7 @@ from processes import run_ranks
 
 from interlace.cli.app import build_app
 from interlace.cli.bench import bench_summaries
+from interlace.cli.plain_words import in_words_of_run_files
 from interlace.cli.run_file import load_run_config
 from interlace.config import RunConfig, world_of
 from interlace.hardware.cluster import load_cluster
@@ -162,6 +163,7 @@ def check_torchrun(words: list[str], where: str) -> None:
 def check_interlace(words: list[str], where: str, ranks: int | None = None) -> None:
     """Parsed as the command line does, with every check that comes before ranks start."""
     app = build_app()
+    words = in_words_of_run_files(words)
     command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     given = bound.arguments
     if isinstance(given.get("config"), RunConfig) and words[0] != "plan":

@@ -44,7 +44,7 @@ def test_all_that_is_written(run_file, tmp_path, capsys):
     assert "on 16 ranks of h100: tensor 4, pipeline 4" in out
     assert "MFU" in out
     assert "expected error: 15 %" in out
-    assert "the gain of two strands: 9 points off (DHelix, 14 rows on A40 and A800" in out
+    assert "the gain of two strands: 9 points off (DHelix, 15 rows on A40 and A800" in out
     figures = json.loads(data.read_text())
     assert figures["ranks"] == 16
     assert figures["fits"] is True
@@ -79,3 +79,27 @@ def test_what_is_wrong(run_file, capsys):
     ]
     assert main(["simulate", str(run_file), "--cluster", "h100", *wide]) == 0
     assert "it does not fit" in capsys.readouterr().out
+
+
+def test_plain_words(tmp_path, capsys):
+    """--model and --sequence, on both commands; of a family the newest; and uneven experts."""
+    model = ["--model", "llama-8b", "--sequence=2048", "--parallel.tensor", "8"]
+    assert main(["simulate", *model, "--cluster", "h100", "--train.dtype", "bfloat16"]) == 0
+    assert "llama, 8.0B parameters" in capsys.readouterr().out
+    mixture = ["--model", "phi-3.5-moe", "--parallel.expert", "8", "--parallel.data_shard", "64"]
+    load = ["--expert-load", "1.5", "--train.dtype", "bfloat16"]
+    assert main(["simulate", *mixture, *load, "--cluster", "h100x64"]) == 0
+    assert "the fullest expert with 1.5 x its share" in capsys.readouterr().out
+    run = tmp_path / "run.toml"
+    search = ["--cluster", "h100x8", "--global-batch", "8", "--parallel.tensor", "8"]
+    search += ["--train.recompute", "layer", "--strands", "1"]
+    assert main(["plan", *model[:3], *search, "-o", str(run)]) == 0
+    assert "sequence_length = 2048" in run.read_text()
+    for words, message in (
+        (["plan", "--model", "llama-9b"], "there is no model 'llama-9b'"),
+        (["plan", "demo", "--model", "llama-8b"], "are both given"),
+        (["simulate", *model, "--cluster", "h100", *load], "the model has no experts"),
+        (["plan", "demo", "--expert-load", "2"], "--global-batch is not given"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err

@@ -9,6 +9,10 @@ from training import Workplace
 CASES = {
     "stages": ["--parallel.pipeline", "2"],
     "shards": ["--parallel.data_shard", "2", "--train.recompute", "layer"],
+    "experts of ranks that share sequences": [
+        *("--model.architecture", "moe", "--model.experts.count", "4"),
+        *("--parallel.context", "2", "--parallel.expert", "2", "--train.recompute", "layer"),
+    ],
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from interlace.config import DataConfig, ParallelConfig, RunConfig, TrainConfig, world_of
 from interlace.errors import InputError
 from interlace.hardware.cluster_size import load_sized_cluster
-from interlace.model_config import ModelConfig
+from interlace.model_config import ExpertsConfig, ModelConfig
 from interlace.report.strategy_tables import strategy_data, strategy_summary
 from interlace.rules import check, resolve_layout
 from interlace.strategy.contributions import contributions
@@ -88,8 +88,17 @@ def test_bounds_are_below_simulations():
 def random_space(draw):
     heads = draw.choice([2, 4, 6, 8])
     kv_heads = draw.choice([k for k in (1, 2, heads) if heads % k == 0])
+    architecture = draw.choice(["llama", "gpt", "moe"])
+    experts = ExpertsConfig()
+    if architecture == "moe":
+        count = draw.choice([2, 4, 6, 8])
+        experts = ExpertsConfig(
+            count=count, chosen=draw.choice([1, 2]), ffn_width=draw.choice([0, 16]),
+            shared_width=draw.choice([0, 0, 32]),
+        )  # fmt: skip
     model = ModelConfig(
-        architecture=draw.choice(["llama", "gpt"]),
+        architecture=architecture,
+        experts=experts,
         layers=draw.choice([1, 2, 3, 4, 7, 8]),
         width=heads * draw.choice([8, 16]),
         heads=heads,
@@ -99,7 +108,7 @@ def random_space(draw):
     )
     config = RunConfig(
         model=model,
-        data=DataConfig(sequence_length=draw.choice([16, 32, 48])),
+        data=DataConfig(sequence_length=draw.choice([16, 32, 48, 16384, 32768])),
         train=TrainConfig(dtype="bfloat16"),
     )
     devices = draw.choice([1, 2, 4, 8, 16])
@@ -107,9 +116,9 @@ def random_space(draw):
 
 
 def test_what_is_proposed_keeps_the_rules():
-    """200 tiny models: layouts of their spaces are run files that `rules.check` accepts, on all
-    devices, with the whole batch, and that read back."""
-    draw, proposed = random.Random(7), 0
+    """200 tiny models, with experts and long sequences among them: layouts of their spaces are run
+    files that `rules.check` accepts, on all devices, with the whole batch, and that read back."""
+    draw, proposed, dealt, shared = random.Random(7), 0, 0, 0
     for _ in range(200):
         space = random_space(draw)
         layouts = list(space.layouts())
@@ -121,13 +130,16 @@ def test_what_is_proposed_keeps_the_rules():
             assert layout.replicas * layout.micro_batch * layout.micro_batches == space.global_batch
             assert layout_of(config) == layout
             proposed += 1
+            dealt += layout.expert > 1
+            shared += layout.context > 1
     assert proposed > 600
+    assert min(dealt, shared) > 50
 
 
 def test_runs_of_searches_keep_the_rules():
     """The same of what a search chooses, with where chunks begin."""
     draw = random.Random(11)
-    for _ in range(12):
+    for _ in range(6):
         space = random_space(draw)
         try:
             run = search_layouts(space).run()
@@ -188,7 +200,7 @@ def test_summary_and_data():
             8,
             "does not fit on 8 x v100: the least found is",
         ),
-        (replace(LLAMA, parallel=ParallelConfig(context=2)), "h100x8", 8, "parallel.context"),
+        (replace(LLAMA, parallel=ParallelConfig(context=3)), "h100x8", 8, "context = 3"),
     ],
 )
 def test_what_is_wrong_is_named(config, cluster, batch, named):
@@ -224,3 +236,46 @@ def test_the_expected_error_is_that_of_the_bench():
     held_out = {r["case"]: r["baseline"] for r in rows if r["metric"] == "held_out_error"}
     for share, source in ERRORS.values():
         assert held_out[source] == pytest.approx(share, abs=0.001)
+
+
+MIXTURE = replace(
+    LLAMA,
+    model=replace(
+        LLAMA.model, architecture="moe", ffn_width=4096, experts=ExpertsConfig(count=8, chosen=2)
+    ),
+)
+
+
+def test_experts_are_dealt_and_bounds_hold():
+    """The search deals experts, its bounds are below simulations, and what it proposes is the best
+    of a sample."""
+    space = space_of(with_kept(MIXTURE, zero=1, tensor=1), "a100-80x16", 16)
+    found = search_layouts(space)
+    assert found.chosen.layout.expert > 1
+    parts = contributions(found.chosen)
+    assert any(each.technique.startswith("expert ") for each in parts)
+    assert "for a token), experts balanced" in strategy_summary(found, parts)
+    bounds = Bounds(space.config, space.cluster)
+    sample = [each for each in space.layouts() if each.expert > 1]
+    checked = 0
+    for layout in random.Random(5).sample(sample, 25):
+        try:
+            one = simulate_job(space.config, space.cluster, layout, bounds.parts(layout))
+        except InputError:
+            continue
+        checked += 1
+        assert bounds.least_ns(layout) <= 1.02 * one.step.step_ns, layout
+        assert bounds.least_bytes(layout, float("inf")) <= 1.05 * one.peak.total, layout
+    assert checked > 15
+    assert found.exhaustive
+
+
+def test_long_sequences_are_shared():
+    """Where one rank cannot hold one: 65,536 tokens of it, by either method."""
+    config = replace(with_kept(tensor=1, zero=3), data=DataConfig(sequence_length=65536))
+    space = space_of(config, "a100-80x16", 16)
+    methods = {(e.context, e.context_method) for e in space.layouts()}
+    assert {(1, "ulysses"), (8, "ulysses"), (8, "ring")} <= methods
+    found = search_layouts(space)
+    assert found.chosen.layout.context > 1
+    assert found.run().parallel.context == found.chosen.layout.context

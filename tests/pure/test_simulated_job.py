@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from interlace.cli.run_file import load_run_config
-from interlace.config import DataConfig, ParallelConfig, PipelineConfig, RunConfig, TrainConfig
+from interlace.config import (
+    DataConfig,
+    OverlapConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+)
 from interlace.errors import InputError
 from interlace.hardware.cluster import load_cluster
 from interlace.hardware.cluster_size import load_sized_cluster
@@ -215,7 +222,7 @@ def test_a_layout_goes_to_a_run_and_back():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"parallel": ParallelConfig(context=2)}, "parallel.context = 2"),
+        ({"overlap": OverlapConfig(decompose="ring")}, "overlap.decompose = 'ring'"),
         ({"strands": "eager"}, "strands = 'eager'"),
         ({"train": replace(LLAMA.train, dtype="float32")}, "train.dtype"),
         ({"model": replace(LLAMA.model, architecture="moe")}, "experts"),

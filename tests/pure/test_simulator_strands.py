@@ -17,10 +17,26 @@ from interlace.strategy.expected_error import FACTOR_POINTS
 def test_rows_are_the_papers() -> None:
     """Fourteen of dense models and one of experts; ratios are those that the figures print."""
     rows = published_factors()
-    assert [row.left_out for row in rows] == [""] * 14 + ["mixture of experts"]
+    assert [row.expert for row in rows] == [1] * 14 + [8]
     assert all(row.data * row.tensor * row.context * row.pipeline == 64 for row in rows)
-    printed = [1.31, 1.40, 1.27, 1.26, 1.40, 1.36, 1.30, 1.30, 1.39, 1.31, 1.22, 1.23, 1.07, 1.24]
-    assert [row.factor for row in rows[:14]] == pytest.approx(printed, abs=0.006)
+    printed = [
+        1.31,
+        1.40,
+        1.27,
+        1.26,
+        1.40,
+        1.36,
+        1.30,
+        1.30,
+        1.39,
+        1.31,
+        1.22,
+        1.23,
+        1.07,
+        1.24,
+        1.15,
+    ]
+    assert [row.factor for row in rows] == pytest.approx(printed, abs=0.006)
     assert rows[0].name == "Llama 8B, A40, 8K: dp 16, tp 4"
     assert rows[13].name == "Llama 66B, A800, 32K: tp 8, cp 4, pp 2"
 
@@ -38,15 +54,17 @@ def test_simulated_factors_are_possible() -> None:
 
 
 def test_the_error_is_the_one_that_is_told() -> None:
-    """In `interlace plan` and `simulate`, and in the documentation; 7 of 14 are within 6 points."""
+    """In `interlace plan` and `simulate`, and in the documentation; 7 of 15 are within 6 points. Of
+    experts too little is promised: what waits in their program is not all in ours."""
     scores = strand_scores()
     assert factor_error(scores) == pytest.approx(FACTOR_POINTS, abs=0.05)
-    assert (within(scores), len(scores)) == (7, 14)
+    assert (within(scores), len(scores)) == (7, 15)
+    assert 1 < scores[-1].factor < scores[-1].row.factor
 
 
 def test_scores_are_means_of_points() -> None:
     """By hand: off by 0, by 5 and by 10 points."""
-    (score,) = strand_scores(every=14)
+    (score,) = strand_scores(every=15)
     published = score.row.factor
     three = [replace(score, factor=published + by) for by in (0, -0.05, 0.1)]
     assert factor_error(three) == pytest.approx(5)

@@ -17,7 +17,6 @@ from interlace.bench.simulator_strands import (
     HEADER,
     NEAR,
     factor_error,
-    published_factors,
     strand_rows,
     strand_scores,
     strand_table,
@@ -62,9 +61,6 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     print(aligned(HEADER, strand_table(strands), text_columns=1))
     print(f"factor_error {factor_error(strands):.1f} points, within {NEAR:.0f} points: ", end="")
     print(f"{within(strands)} of {len(strands)}")
-    for row in published_factors():
-        if row.left_out:
-            print(f"  left out: {row.name}, {row.left_out}")
     if json_path is not None:
         result = [row for score in scores for row in result_rows(score)]
         result += [matmul_row(each) for each in matmuls]

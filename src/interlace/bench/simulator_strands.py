@@ -4,13 +4,11 @@ The rows are those of arXiv 2411.15871 (`presets/measured/two_strands.csv`): thr
 and of two strands on 64 A40 and 64 A800. Each is simulated twice from shapes, with one strand and
 with two, and the ratio is held against theirs. Hosts are the presets `a40` and `a800` as they are,
 shapes of models the presets of their names. What the paper leaves out is the same for all rows.
-Context parallelism, which `interlace simulate` does not know, is added here for these rows: keys
-and values go round a ring, each hop beside a block of attention.
+Ranks that share sequences send keys and values around a ring, as Megatron's do.
 """
 
 import csv
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from statistics import mean
 
@@ -18,14 +16,10 @@ import interlace.presets
 from interlace.bench.results import ResultRow
 from interlace.config import DataConfig, RunConfig
 from interlace.hardware.cluster import Cluster, load_cluster
-from interlace.hardware.collective_times import GroupPlace, axis_place
-from interlace.ir.actions import Direction, Share
-from interlace.ir.costs import Contention
-from interlace.ir.graph import Kind
-from interlace.model_config import ModelConfig
+from interlace.model_config import ExpertsConfig, ModelConfig
 from interlace.strategy.job_layout import JobLayout, step_job
 from interlace.strategy.job_links import JobLinks
-from interlace.strategy.layer_operators import LayerOperators, TimedGraph
+from interlace.strategy.layer_operators import LayerOperators
 from interlace.strategy.pass_times import PassTimes
 from interlace.strategy.simulated_job import JobParts, SimulatedJob, simulate_job
 from interlace.toml_text import read_toml
@@ -37,8 +31,6 @@ MICRO_BATCHES = 16
 16 sequences on one replica."""
 NEAR = 6.0
 """Points within which a factor counts as met."""
-CONTEXT = "cp"
-"""Lane of keys and values."""
 HEADER = (
     "two strands over one",
     "published",
@@ -50,82 +42,6 @@ HEADER = (
     "with two",
 )
 _CASE = "two strands, DHelix"
-
-
-@dataclass(frozen=True)
-class ContextLinks(JobLinks):
-    """Links of a layout whose shards are `context` neighbours of a sequence, and replicas of it."""
-
-    context: int = 1
-
-    @cached_property
-    def places(self) -> dict[str, GroupPlace]:
-        """With that of the ranks of a sequence."""
-        layout = self.layout
-        place = axis_place(self.cluster, self.context, layout.tensor, layout.ranks)
-        return {**super().places, CONTEXT: place}
-
-    @cached_property
-    def contention(self) -> Contention:
-        """Keys and values slow compute as other gathers on the same link do."""
-        known = super().contention
-        link = "inter_host" if self.places[CONTEXT].hosts > 1 else "intra_host"
-        return replace(known, links={**known.links, CONTEXT: link})
-
-
-@dataclass(frozen=True)
-class ContextOperators(LayerOperators):
-    """Layers whose attention sees `context` times the tokens of its rank.
-
-    The job's sequence is that of a rank. Causal attention is dealt out evenly, so that a rank
-    computes as much for each block of keys and values; the first block is its own."""
-
-    context: int = 1
-
-    @cached_property
-    def seconds(self) -> dict[str, float]:
-        """With attention over all blocks."""
-        found = dict(super().seconds)
-        for name in ("attention", "attention'"):
-            found[name] *= self.context
-        return found
-
-    def pass_graph(
-        self, direction: Direction, share: Share, layers: int, *, head: bool
-    ) -> TimedGraph:
-        """With hops of keys and values, and in a backward of the sums of their gradients."""
-        graph = super().pass_graph(direction, share, layers, head=head)
-        if self.context == 1:
-            return graph
-        job = self.job
-        width = max(job.kv_width // job.tensor, job.head_size)
-        size = 2 * 2.0 * job.tokens * self.context * width
-        gather, scatter = (
-            self.links.seconds(CONTEXT, kind, size) / (self.context - 1)
-            for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
-        )
-        found, now = TimedGraph(graph.name), {}
-        for each in graph.operators:
-            inputs, name = tuple(now.get(i, i) for i in each.inputs), each.id
-            if each.kind != Kind.ATTENTION:
-                found.operators.append(replace(each, inputs=inputs))
-                found.solo_ns[name] = graph.solo_ns[name]
-                continue
-            seconds, sums = graph.solo_ns[name] / 1e9 / self.context, ""
-            needs = come = inputs
-            for block in range(self.context):
-                final = block == self.context - 1
-                if not final:  # asked for before this block begins
-                    keys = f"keys {block} of {name}"
-                    come = (found.add(keys, Kind.ALL_GATHER, gather, come, lane=CONTEXT),)
-                own = name if final else f"{name} {block}"
-                last = found.add(own, each.kind, seconds, needs)
-                needs = (last, *come)
-                if block and direction == Direction.BACKWARD:
-                    go = f"sum {block} of {name}"
-                    sums = found.add(go, Kind.REDUCE_SCATTER, scatter, (last, sums), lane=CONTEXT)
-                    now[name] = sums
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +56,11 @@ class PublishedFactor:
     tensor: int
     context: int
     pipeline: int
+    expert: int
     tflops: float
-    """Of Megatron, for each device."""
+    """Of Megatron, for each device; 0 where the paper gives tokens."""
     factor: float
     """Of two strands over it."""
-    left_out: str
-    """Why it is not simulated; empty if it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,15 +102,15 @@ def _published(row: dict[str, str]) -> PublishedFactor:
         tensor=degrees["tp"],
         context=degrees["cp"],
         pipeline=degrees["pp"],
+        expert=degrees["ep"],
         tflops=float(row["megatron"]) if row["unit"] == "TFLOP/s" else 0.0,
         factor=float(row["two_strands"]) / float(row["megatron"]),
-        left_out="mixture of experts" if degrees["ep"] > 1 else "",
     )
 
 
 def strand_scores(every: int = 1) -> list[StrandScore]:
-    """One for each row that is not left out, or for each so many."""
-    return [_score(row) for row in [r for r in published_factors() if not r.left_out][::every]]
+    """One for each row, or for each so many."""
+    return [_score(row) for row in published_factors()[::every]]
 
 
 def factor_error(scores: list[StrandScore]) -> float:
@@ -216,7 +131,7 @@ def strand_table(scores: list[StrandScore]) -> list[tuple[str, ...]]:
             f"{each.row.factor:.2f}",
             f"{each.factor:.2f}",
             f"{each.points:+.0f}",
-            f"{each.row.tflops:.0f}",
+            f"{each.row.tflops:.0f}" if each.row.tflops else "-",
             f"{each.tflops:.0f}",
             f"{100 * each.exposed[0]:.0f} %",
             f"{100 * each.exposed[1]:.0f} %",
@@ -243,21 +158,24 @@ def strand_rows(scores: list[StrandScore]) -> list[ResultRow]:
 def _score(row: PublishedFactor) -> StrandScore:
     config, cluster = _config(row), load_cluster(row.cluster)
     layout = JobLayout(
-        data_shard=row.data * row.context,
+        data_shard=row.data,
+        context=row.context,
+        context_method="ring" if row.context > 1 else "ulysses",
+        expert=row.expert,
         tensor=row.tensor,
         pipeline=row.pipeline,
         zero=1,
         micro_batches=MICRO_BATCHES,
         tied_head=config.model.tied_head,
     )
-    parts = _parts(config, cluster, layout, row.context)
+    parts = _parts(config, cluster, layout)
     plain, both = ("one_f_one_b", "folded") if row.pipeline > 1 else ("one_strand", "two_strand")
     one, two = (
         simulate_job(config, cluster, replace(layout, schedule=name), parts)
         for name in (plain, both)
     )
     lanes = {lane: seconds / one.seconds for lane, seconds in one.exposed_s.items()}
-    work = replace(parts.job, sequence=row.sequence, data=row.data).model_flops
+    work = parts.job.model_flops
     return StrandScore(
         row=row,
         factor=one.seconds / two.seconds,
@@ -273,13 +191,14 @@ def _exposed(job: SimulatedJob) -> float:
 
 def _config(row: PublishedFactor) -> RunConfig:
     path = Path(interlace.presets.__path__[0]) / "models" / f"{row.model}.toml"
-    model = ModelConfig(**read_toml(path)[0]["model"])
-    return RunConfig(model=model, data=DataConfig(sequence_length=row.sequence // row.context))
+    shape = read_toml(path)[0]["model"]
+    experts = ExpertsConfig(**shape.pop("experts", {}))
+    model = ModelConfig(experts=experts, **shape)
+    return RunConfig(model=model, data=DataConfig(sequence_length=row.sequence))
 
 
-def _parts(config: RunConfig, cluster: Cluster, layout: JobLayout, context: int) -> JobParts:
+def _parts(config: RunConfig, cluster: Cluster, layout: JobLayout) -> JobParts:
     """Megatron and DHelix have kernels of TransformerEngine: norms and activations are fused."""
-    job = replace(step_job(config, layout), fused_operators=True)
-    links = ContextLinks(cluster, layout, context)
-    operators = ContextOperators(job, links, config.parallel.bucket_mib * 2**20, context)
+    job, links = replace(step_job(config, layout), fused_operators=True), JobLinks(cluster, layout)
+    operators = LayerOperators(job, links, config.parallel.bucket_mib * 2**20)
     return JobParts(job, links, PassTimes(operators))

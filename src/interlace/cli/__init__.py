@@ -17,6 +17,7 @@ explain.py       `interlace explain`
 help_panels.py   help in a panel for each table of the run file
 host_memory.py   whether a run can fit into the memory of this machine
 options.py       options of several commands, and the layer that puts flags on a run file
+plain_words.py   --model and --sequence in the words of run files
 run_file.py      run files: TOML to RunConfig, strictly, and back
 ranks.py         commands that run as ranks: of the job around us, or started here
 """

@@ -18,6 +18,7 @@ from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 from interlace import __version__
 from interlace.cli.help_panels import PanelsByTable
 from interlace.cli.options import read_run_file
+from interlace.cli.plain_words import in_words_of_run_files
 from interlace.errors import InputError, InterlaceError
 
 INTERRUPTED = 130
@@ -153,7 +154,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _call(app: App, arguments: Sequence[str]) -> int:
     try:
-        result: Any = app(list(arguments), exit_on_error=False, print_error=False, verbose=False)
+        words = in_words_of_run_files(arguments)
+        result: Any = app(words, exit_on_error=False, print_error=False, verbose=False)
     except CycloptsError as error:
         raise _input_error(error, arguments) from error
     return result or 0

@@ -21,6 +21,7 @@ def plan(
     json: Path | None = None,
     picture: Path | None = None,
     global_batch: int = 0,
+    expert_load: float = 1.0,
     config: RunOptions = RunConfig(),  # noqa: B008  frozen
     verbose: Verbose = False,
 ) -> int:
@@ -30,7 +31,9 @@ def plan(
     Parameters
     ----------
     run
-        A TOML run file, or the name of a preset.
+        A TOML run file, or the name of a preset. In its place --model NAME takes the shape of a
+        model alone (llama-70b, mixtral-8x7b), and --sequence N is short for
+        --data.sequence_length N.
     output
         Write the plan to this file instead of standard output, for plan.file of a later run; with
         --global-batch the run file.
@@ -50,6 +53,9 @@ def plan(
         Sequences of a step, of all replicas: search how to split the job over the devices of
         --cluster. Fields of [parallel], pipeline.schedule, train.micro_batch_size and
         train.recompute that are not at their defaults are kept.
+    expert_load
+        With --global-batch: rows of the fullest expert over the mean of all, as the metric
+        expert_imbalance of a run says; 1 is balanced.
     verbose
         Show where an error came from.
     """
@@ -58,8 +64,10 @@ def plan(
 
         _refuse(cost=cost, interpolate=interpolate, picture=picture)
         return plan_strategy(
-            config, cluster=cluster, global_batch=global_batch, output=output, json=json
-        )
+            config, cluster=cluster, global_batch=global_batch, expert_load=expert_load,
+            output=output, json=json,
+        )  # fmt: skip
+    _refuse_load(expert_load)
     from interlace.train.planning import plan_command  # noqa: PLC0415  imports torch
 
     return plan_command(
@@ -71,6 +79,15 @@ def plan(
         json=json,
         picture=picture,
     )
+
+
+def _refuse_load(expert_load: float) -> None:
+    if expert_load != 1:
+        raise InputError(
+            f"--expert-load {expert_load:g} is for a search of layouts, and --global-batch is not "
+            "given",
+            hint="add --global-batch and --cluster, or leave it out",
+        )
 
 
 def _refuse(*, cost: Path | None, interpolate: bool, picture: Path | None) -> None:

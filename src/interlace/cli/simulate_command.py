@@ -17,6 +17,7 @@ def simulate(
     trace: Path | None = None,
     picture: Path | None = None,
     json: Path | None = None,
+    expert_load: float = 1.0,
     config: RunOptions = RunConfig(),  # noqa: B008  frozen
     verbose: Verbose = False,
 ) -> int:
@@ -25,7 +26,8 @@ def simulate(
     Parameters
     ----------
     run
-        A TOML run file, or the name of a preset.
+        A TOML run file, or the name of a preset. In its place --model NAME takes a model, and
+        --sequence N is short for --data.sequence_length N.
     cluster
         A TOML file or a preset (a100-80, h100, ...), with the number of its devices if the run
         leaves that open: h100x64.
@@ -36,6 +38,9 @@ def simulate(
         Also draw all ranks that differ to this .png file.
     json
         Also write all figures to this file.
+    expert_load
+        Rows of the fullest expert over the mean of all, as the metric expert_imbalance of a run
+        says; 1 is balanced.
     verbose
         Show where an error came from.
     """
@@ -54,7 +59,7 @@ def simulate(
         raise InputError(f"--picture {picture} is not a .png file", hint="end its name in .png")
     config = with_shape(config)
     on, devices = load_sized_cluster(cluster)
-    found = simulate_job(config, on, layout_of(config, devices))
+    found = simulate_job(config, on, layout_of(config, devices, expert_load))
     print(simulation_summary(found))
     if trace is not None:
         write_whole(trace, trace_bytes(found, compressed=trace.suffix == ".gz"))

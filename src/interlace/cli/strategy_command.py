@@ -18,7 +18,13 @@ from interlace.strategy.layout_space import LayoutSpace
 
 
 def plan_strategy(
-    config: RunConfig, *, cluster: str, global_batch: int, output: Path | None, json: Path | None
+    config: RunConfig,
+    *,
+    cluster: str,
+    global_batch: int,
+    output: Path | None,
+    json: Path | None,
+    expert_load: float = 1.0,
 ) -> int:
     """Search layouts: tables on stderr, the run file of the best on stdout or in `output`.
 
@@ -44,6 +50,7 @@ def plan_strategy(
         cluster=on,
         devices=devices,
         global_batch=global_batch,
+        expert_load=expert_load,
     )
     found = search_layouts(space, _say)
     parts = contributions(found.chosen)

@@ -9,7 +9,9 @@ device_rates.py    what a class of GPU reaches of its data sheet in a long run
 link_rates.py      classes of links: latencies of a hop, switches that reduce
 operator_times.py  a matmul, attention and the rest by their shapes
 collective_times.py  a collective by algorithm: ring, tree, switch, two levels, all to all
-step_job.py        a job of a dense GPT or Llama as numbers: parameters, multiplications
+expert_job.py      experts of a job as numbers: how many, over how many ranks, how uneven
+expert_times.py    what a layer of experts computes: router, rows in order, grouped matmuls
+step_job.py        a job as numbers: parameters, multiplications
 layer_times.py     forward and backward of a layer and of the head on one rank
 step_model.py      a step: stages, bubble, gradients, optimizer; seconds and MFU
 step_memory.py     peak memory of a rank: weights, gradients, optimizer, activations

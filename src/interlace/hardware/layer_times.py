@@ -2,7 +2,8 @@
 
 Bytes of what only moves them follow from what the operators of such a layer read and write: norms,
 residuals with bias and dropout, the activation, rotations. A backward reads and writes half as much
-again; its matmuls are two for one.
+again; its matmuls are two for one. What experts compute is in `expert_times`; what they exchange is
+not counted here.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from interlace.hardware.cluster import Cluster
 from interlace.hardware.collective_times import axis_place, collective_time
 from interlace.hardware.device_rates import DeviceRates
+from interlace.hardware.expert_times import expert_parts
 from interlace.hardware.operator_times import (
     fused_attention_s,
     launched_s,
@@ -27,6 +29,10 @@ NORM_PASSES_GATED = 10
 """The same without biases and dropout."""
 NORM_PASSES_EAGER = 42
 """With operators one by one: a norm is cast, squared, averaged, scaled, cast, weighted (18)."""
+NORM_EAGER = 18
+"""Of that, one norm."""
+LAYER_NORM_EAGER = 4
+"""A LayerNorm, which is one kernel in 16 bits, with its residual read and written."""
 SPLIT_PASSES_EAGER = 18
 """Queries and keys cast, turned as complex numbers, cast back, besides what is split."""
 EAGER_KERNELS = 3
@@ -41,6 +47,12 @@ BACKWARD_KERNELS = 28
 SUMMED_BYTES = 6.0
 """For each parameter, to add a micro-batch's gradient to the sum: read, read and write in 16 bits;
 or read and write in float32 inside the matmul, which then writes no 16 bits."""
+EXPERT_KERNELS = (35, 40)
+"""More of them in a layer with experts, forward and backward, and three for each expert of a rank
+in a backward: counted from the operators of `interlace.models`."""
+RING_BYTES = (24, 32)
+"""For each element of queries and each hop of a ring, forward and backward: results in float32,
+masked, merged or added (`parallel.ring`)."""
 HOST_CALLS_PER_KERNEL = 2.5
 """Operators that Python starts for each kernel: views, transposes and copies among them."""
 LOGIT_BYTES_FORWARD = 20
@@ -73,37 +85,51 @@ def _linear_shapes(job: StepJob) -> tuple[tuple[int, int], ...]:
     """Columns and depth of the matmuls of a layer on one rank."""
     split = job.tensor
     wide = job.ffn * (2 if job.gated else 1)
-    return (
-        ((job.hidden + 2 * job.kv_width) // split, job.hidden),
-        (job.hidden, job.hidden // split),
-        (wide // split, job.hidden),
-        (job.hidden, job.ffn // split),
+    attention = (
+        ((job.query_width + 2 * job.kv_width) // split, job.hidden),
+        (job.hidden, job.query_width // split),
     )
+    if job.experts is not None:
+        return attention
+    return (*attention, (wide // split, job.hidden), (job.hidden, job.ffn // split))
 
 
 def _moved_bytes(job: StepJob) -> float:
     split = job.tensor if job.sequence_parallel else 1
-    activation = (3 if job.gated else 2) * job.ffn / job.hidden
+    ffn = job.ffn if job.experts is None else job.experts.shared
+    activation = (3 if job.gated else 2) * ffn / job.hidden
     norms = NORM_PASSES_GATED if job.gated else NORM_PASSES
     turned = SPLIT_PASSES
     if not job.fused_operators:
         norms, turned = NORM_PASSES_EAGER, SPLIT_PASSES_EAGER
-        activation += 2 * job.ffn / job.hidden
+        activation += 2 * ffn / job.hidden
+        norms -= 2 * (NORM_EAGER - LAYER_NORM_EAGER) * job.layer_norms
+        turned += NORM_EAGER * job.head_norms * (1 + job.kv_width / job.query_width)
+    turned *= job.query_width / job.hidden
     passes = norms / split + (turned + activation) / job.tensor
     return 2.0 * job.tokens * job.hidden * passes
 
 
-def _attention_s(device: DeviceRates, job: StepJob, *, backward: bool) -> float:
+def attention_s(device: DeviceRates, job: StepJob, *, backward: bool) -> float:
+    """Seconds of attention on a rank. Of ranks that share sequences by Ulysses each has some heads;
+    around a ring each has its queries, and for each block of keys as much to do as for its own."""
+    ring = job.ring and job.context > 1
     shape = {
         "batch": job.micro_batch,
-        "heads": max(1, job.heads // job.tensor),
-        "sequence": job.sequence,
+        "heads": max(1, job.heads // job.tensor // (1 if ring else job.context)),
+        "sequence": job.sequence // (job.context if ring else 1),
         "head_size": job.head_size,
         "backward": backward,
     }
     if job.attention == "unfused":
         return unfused_attention_s(device, **shape)
-    return fused_attention_s(device, kernel=job.attention, **shape)
+    one = fused_attention_s(device, kernel=job.attention, **shape)
+    if not ring:
+        return one
+    if job.fused_operators:
+        return job.context * one
+    merged = float(RING_BYTES[backward]) * job.tokens * job.query_width / job.tensor
+    return job.context * one + (job.context - 1) * moved_s(device, merged, 8)
 
 
 def tensor_exchange_s(cluster: Cluster, job: StepJob) -> float:
@@ -125,16 +151,25 @@ def layer_passes(cluster: Cluster, device: DeviceRates, job: StepJob) -> tuple[P
     ]
     moved = _moved_bytes(job)
     more = 1 if job.fused_operators else EAGER_KERNELS
-    attention = _attention_s(device, job, backward=False)
+    attention = attention_s(device, job, backward=False)
     forward_s = sum(linear) + attention + moved_s(device, moved, more * (FORWARD_KERNELS - 5))
-    backward_s = sum(slopes) + _attention_s(device, job, backward=True)
+    backward_s = sum(slopes) + attention_s(device, job, backward=True)
     backward_s += moved_s(device, moved * BACKWARD_PASSES, more * (BACKWARD_KERNELS - 10))
     exchange_s = 2 * tensor_exchange_s(cluster, job)
     if job.micro_batches > 1 and job.sharding < 3:  # added to the sum of the micro-batches
-        summed = SUMMED_BYTES * job.layer_parameters / job.tensor
+        summed = SUMMED_BYTES * (job.shared_parameters + job.expert_parameters) / job.tensor
         backward_s += moved_s(device, summed, 4)
-    forward_s = launched_s(device, forward_s, FORWARD_KERNELS * HOST_CALLS_PER_KERNEL)
-    backward_s = launched_s(device, backward_s, BACKWARD_KERNELS * HOST_CALLS_PER_KERNEL)
+    kernels, kernels_back = FORWARD_KERNELS, BACKWARD_KERNELS
+    if (experts := job.experts) is not None:
+        parts = expert_parts(
+            device, experts, tokens=job.tokens, hidden=job.hidden, tensor=job.tensor
+        )
+        forward_s += sum(parts[0].values())
+        backward_s += sum(parts[1].values())
+        kernels += EXPERT_KERNELS[0]
+        kernels_back += EXPERT_KERNELS[1] + 3 * experts.held
+    forward_s = launched_s(device, forward_s, kernels * HOST_CALLS_PER_KERNEL)
+    backward_s = launched_s(device, backward_s, kernels_back * HOST_CALLS_PER_KERNEL)
     forward, backward = PassTime(forward_s, exchange_s), PassTime(backward_s, exchange_s)
     if job.recompute == "full":
         backward += forward

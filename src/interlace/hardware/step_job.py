@@ -1,7 +1,11 @@
-"""A training job of a dense GPT or Llama as numbers, and what they count up to. Torch-free.
+"""A training job of a GPT, a Llama or one with experts as numbers, and what they count up to.
+
+Torch-free.
 
 Formulas of parameters and multiplications as in Narayanan et al. (SC 2021) and Korthikanti et al.
-(arXiv 2205.05198), for grouped heads and gated feed-forwards as well.
+(arXiv 2205.05198), for grouped heads and gated feed-forwards as well; of experts those count that a
+token meets. Experts and ranks that share sequences are known to `layer_times` and the strategies
+that build on it, not to `step_model` and `step_memory`.
 """
 
 from dataclasses import dataclass
@@ -9,6 +13,7 @@ from typing import Literal
 
 from interlace.errors import InputError
 from interlace.hardware.device_rates import AttentionKernel
+from interlace.hardware.expert_job import ExpertJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +34,21 @@ class StepJob:
     """Heads of keys and values; 0: as many as `heads`."""
     gated: bool = False
     """Three feed-forward matrices (SwiGLU) and no biases or dropout, as in Llama."""
+    head_width: int = 0
+    """Width of one head; 0: `hidden / heads`."""
+    layer_norms: bool = False
+    """LayerNorms in a gated model, which has RMSNorms otherwise."""
+    head_norms: bool = False
+    """RMSNorms of each head of queries and keys."""
+    experts: ExpertJob | None = None
+    """In place of the feed-forward of each layer."""
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
+    """Ranks that share each sequence."""
+    ring: bool = False
+    """They send keys and values around; otherwise they trade sequence for heads (Ulysses)."""
     chunks: int = 1
     """Chunks of layers on each pipeline rank (interleaved 1F1B)."""
     end_layers_fewer: int = 0
@@ -55,9 +72,9 @@ class StepJob:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence", "micro_batch"):
             self._at_least_one(name)
-        for name in ("micro_batches", "tensor", "pipeline", "data", "chunks"):
+        for name in ("micro_batches", "tensor", "pipeline", "data", "context", "chunks"):
             self._at_least_one(name)
-        if self.hidden % self.heads:
+        if self.hidden % self.heads and not self.head_width:
             raise InputError(
                 f"hidden = {self.hidden} does not split into {self.heads} heads",
                 hint="hidden is a multiple of heads",
@@ -77,17 +94,27 @@ class StepJob:
     @property
     def ranks(self) -> int:
         """Devices of the job."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
-        return self.micro_batch * self.sequence
+        """Of one micro-batch, on a rank and those that share its layers."""
+        return self.micro_batch * self.sequence // self.context
+
+    @property
+    def step_tokens(self) -> int:
+        """Of one step."""
+        return self.micro_batch * self.sequence * self.micro_batches * self.data
 
     @property
     def head_size(self) -> int:
         """Width of one head."""
-        return self.hidden // self.heads
+        return self.head_width or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of queries."""
+        return self.heads * self.head_size
 
     @property
     def kv_width(self) -> int:
@@ -96,9 +123,32 @@ class StepJob:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer, all tensor ranks."""
-        attention = self.hidden * (2 * self.hidden + 2 * self.kv_width)
-        return attention + self.hidden * self.ffn * (3 if self.gated else 2) + 4 * self.hidden
+        """Of one layer, all ranks that share it."""
+        return self.shared_parameters + self.expert_parameters * self._expert_ranks
+
+    @property
+    def shared_parameters(self) -> int:
+        """Of one layer without its experts, all tensor ranks."""
+        attention = self.hidden * (2 * self.query_width + 2 * self.kv_width) + 4 * self.hidden
+        if self.experts is not None:
+            return attention + self.experts.whole_parameters(self.hidden)
+        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of the experts of one layer that a rank and its tensor ranks hold."""
+        if self.experts is None:
+            return 0
+        return self.experts.parameters(self.hidden) // self.experts.ranks
+
+    @property
+    def active_parameters(self) -> int:
+        """Of one layer, those that are multiplied with a token."""
+        norms = 4 * self.hidden
+        if self.experts is None:
+            return self.layer_parameters - norms
+        attention = self.shared_parameters - self.experts.whole_parameters(self.hidden) - norms
+        return attention + self.experts.active_parameters(self.hidden)
 
     @property
     def parameters(self) -> int:
@@ -109,10 +159,14 @@ class StepJob:
     @property
     def model_flops(self) -> float:
         """Of one step without what is computed again; attention as a full square."""
-        linear = self.layers * (self.layer_parameters - 4 * self.hidden)
+        linear = self.layers * self.active_parameters
         per_token = 6.0 * (linear + self.vocab * self.hidden)
-        per_token += 12.0 * self.layers * self.hidden * self.sequence
-        return per_token * self.tokens * self.micro_batches * self.data
+        per_token += 12.0 * self.layers * self.query_width * self.sequence
+        return per_token * self.step_tokens
+
+    @property
+    def _expert_ranks(self) -> int:
+        return self.experts.ranks if self.experts is not None else 1
 
     def layers_of_stages(self) -> tuple[float, ...]:
         """Layers of each pipeline rank; a mean where they do not divide."""

@@ -15,6 +15,7 @@ kernel, memory that is short, files that are written.
 
 from dataclasses import dataclass
 
+from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster
 from interlace.hardware.collective_times import axis_place, collective_time
 from interlace.hardware.device_rates import DeviceRates
@@ -53,9 +54,16 @@ def estimate_step(
 ) -> StepEstimate:
     """The step on a cluster, or on other rates of its device.
 
-    Raises InputError if the cluster has fewer devices than the job has ranks.
+    Raises InputError if the cluster has fewer devices than the job has ranks, and for experts and
+    ranks that share sequences.
     """
     cluster.require(job.ranks)
+    if job.experts is not None or job.context > 1:
+        raise InputError(
+            f"a step with {'experts' if job.experts else f'context = {job.context}'} is not known "
+            "to step_model",
+            hint="simulate it: interlace.strategy.simulated_job",
+        )
     device = device or cluster.device
     forward, backward = layer_passes(cluster, device, job)
     if job.sharding == 3 and job.data > 1:

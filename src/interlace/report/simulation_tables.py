@@ -47,10 +47,24 @@ def simulation_summary(found: SimulatedJob) -> str:
 
 
 def model_line(found: SimulatedJob) -> str:
-    """`llama, 70.6B parameters`."""
-    size = found.job.parameters
-    shown = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.1f}M"
-    return f"{found.config.model.architecture}, {shown} parameters"
+    """`llama, 70.6B parameters`, of experts also those for a token and how even they are."""
+    job = found.job
+    said = f"{found.config.model.architecture}, {_billions(job.parameters)} parameters"
+    if (experts := job.experts) is None:
+        return said
+    active = job.parameters - job.layers * (
+        experts.parameters(job.hidden) * (experts.count - experts.chosen) // experts.count
+    )
+    load = (
+        "experts balanced"
+        if experts.load == 1
+        else f"the fullest expert with {experts.load:g} x its share"
+    )
+    return f"{said} ({_billions(active)} for a token), {load}"
+
+
+def _billions(size: int) -> str:
+    return f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.1f}M"
 
 
 def seconds_text(value: float) -> str:

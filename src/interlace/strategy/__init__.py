@@ -2,6 +2,9 @@
 
 job_layout.py       a run file as a layout and a job; what is refused
 job_links.py        collectives of a layout on a cluster: lanes, times, contention
+timed_graph.py      operators with times, written down one after the other
+context_operators.py  what ranks of a sequence exchange around attention
+expert_operators.py  layers of experts: rows to their ranks and back
 layer_operators.py  operators of layers as graphs with times
 pass_times.py       times of passes, alone and side by side, by simulation
 chunk_cuts.py       where chunks of a model begin

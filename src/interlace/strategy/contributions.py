@@ -66,6 +66,7 @@ def _variants(layout: JobLayout) -> Iterator[tuple[str, str, JobLayout, bool]]:
             zero=3,
         )
         yield f"tensor {layout.tensor}", "ZeRO-3 over more ranks", wide, True
+    yield from _shared_out(layout)
     if layout.data_shard > 1:
         if layout.zero == 3:
             yield "ZeRO-3", "ZeRO-1", replace(layout, zero=1, reduce="step"), True
@@ -73,6 +74,25 @@ def _variants(layout: JobLayout) -> Iterator[tuple[str, str, JobLayout, bool]]:
         yield "shards", "replicas", whole, True
     if layout.recompute != "none":
         yield f"recompute {layout.recompute}", "none", replace(layout, recompute="none"), True
+
+
+def _shared_out(layout: JobLayout) -> Iterator[tuple[str, str, JobLayout, bool]]:
+    """What is done with sequences and experts."""
+    count, left = divmod(layout.micro_batches, layout.context)
+    if layout.context > 1 and not left:
+        more = replace(
+            layout,
+            context=1,
+            context_method="ulysses",
+            micro_batches=count,
+            data_shard=layout.data_shard * layout.context,
+        )
+        yield f"{layout.context_method} {layout.context}", "more replicas", more, True
+    if layout.expert > 1:
+        yield f"expert {layout.expert}", "all experts on each rank", replace(layout, expert=1), True
+    if layout.expert_load > 1:
+        even = replace(layout, expert_load=1.0)
+        yield f"expert load {layout.expert_load:g}", "balanced experts", even, True
 
 
 def _without(

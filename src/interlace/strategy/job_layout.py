@@ -1,16 +1,18 @@
 """A run file as a job that can be simulated from shapes: which layout it has, and what is refused.
 
-Dense Llama and GPT models are known. Experts, context parallelism, decomposed collectives, stages
-of different layout, models of `transformers` and plain autograd are refused by name.
+Llama, GPT and mixtures of experts are known, with all axes of `[parallel]`. Decomposed collectives,
+stages of different layout, dense layers before those with experts, a capacity of experts, models of
+`transformers` and plain autograd are refused by name.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from interlace.config import Recompute, RunConfig
+from interlace.config import Recompute, RunConfig, world_of
 from interlace.errors import InputError
+from interlace.hardware.expert_job import ExpertJob
 from interlace.hardware.step_job import StepJob
-from interlace.model_config import head_size_of
+from interlace.model_config import expert_width_of, head_size_of
 from interlace.rules import check, resolve_layout
 
 BYTE_TOKENS = 256
@@ -25,7 +27,12 @@ class JobLayout:
 
     data_replicate: int = 1
     data_shard: int = 1
+    context: int = 1
+    """Ranks that share each sequence."""
+    context_method: Literal["ulysses", "ring"] = "ulysses"
     tensor: int = 1
+    expert: int = 1
+    """Ranks in a row, of those that see other tokens, that hold the experts between them."""
     pipeline: int = 1
     zero: Literal[1, 3] = 3
     reduce: Literal["step", "micro_batch"] = "step"
@@ -37,16 +44,43 @@ class JobLayout:
     recompute: Recompute = "none"
     tied_head: bool = False
     """Whether the head is the embedding, of which one rank then has one."""
+    expert_load: float = 1.0
+    """Rows of the fullest expert over the mean of all; 1 is balanced."""
 
     @property
     def replicas(self) -> int:
-        """Ranks that see other tokens."""
+        """Ranks, or groups of ranks that share sequences, that see other sequences."""
         return self.data_replicate * self.data_shard
 
     @property
     def ranks(self) -> int:
         """All of the job."""
-        return self.replicas * self.tensor * self.pipeline
+        return self.replicas * self.context * self.tensor * self.pipeline
+
+    @property
+    def group(self) -> int:
+        """Ranks of the axis `dp_shard` of weights, which has those that share sequences."""
+        return self.data_shard * self.context
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts weights are cut. Ranks that only share sequences hold whole ones."""
+        return self.group if self.data_shard > 1 else 1
+
+    @property
+    def expert_group(self) -> int:
+        """Ranks of the axis `dp_shard` of experts."""
+        return self.group // min(self.group, self.expert)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of the axis `dp_replicate` of experts."""
+        return self.data_replicate * min(self.group, self.expert) // self.expert
+
+    @property
+    def expert_shards(self) -> int:
+        """Into how many parts the experts of a rank are cut."""
+        return max(1, self.shards // self.expert)
 
     @property
     def gathers_each(self) -> bool:
@@ -61,7 +95,9 @@ class JobLayout:
             for name, size in (
                 ("replicate", self.data_replicate),
                 ("shard", self.data_shard),
+                (self.context_method, self.context),
                 ("tensor", self.tensor),
+                ("expert", self.expert),
                 ("pipeline", self.pipeline),
             )
             if size > 1
@@ -71,15 +107,16 @@ class JobLayout:
         return ", ".join(parts) or "one rank"
 
 
-def layout_of(config: RunConfig, ranks: int = 0) -> JobLayout:
+def layout_of(config: RunConfig, ranks: int = 0, expert_load: float = 1.0) -> JobLayout:
     """The layout of a run on so many ranks; 0 for those that it asks for.
 
     Raises InputError for what cannot be simulated, or does not fit the ranks."""
     check(config)
     refuse_unknown(config)
+    refuse_load(config, expert_load)
     parallel = config.parallel
     if ranks or parallel.data_shard != -1:
-        config = resolve_layout(config, ranks or _ranks_asked(config))
+        config = resolve_layout(config, ranks or world_of(parallel))
         parallel = config.parallel
     else:
         raise InputError(
@@ -91,7 +128,10 @@ def layout_of(config: RunConfig, ranks: int = 0) -> JobLayout:
     return JobLayout(
         data_replicate=parallel.data_replicate,
         data_shard=parallel.data_shard,
+        context=parallel.context,
+        context_method=parallel.context_method if parallel.context > 1 else "ulysses",
         tensor=parallel.tensor,
+        expert=parallel.expert,
         pipeline=parallel.pipeline,
         zero=parallel.zero,
         reduce=parallel.reduce,
@@ -100,6 +140,7 @@ def layout_of(config: RunConfig, ranks: int = 0) -> JobLayout:
         micro_batches=config.train.micro_batches,
         recompute=config.train.recompute,
         tied_head=config.model.tied_head,
+        expert_load=expert_load,
     )
 
 
@@ -110,7 +151,10 @@ def with_layout(config: RunConfig, layout: JobLayout, split_at: tuple[str, ...] 
         config.parallel,
         data_replicate=layout.data_replicate,
         data_shard=layout.data_shard,
+        context=layout.context,
+        context_method=layout.context_method,
         tensor=layout.tensor,
+        expert=layout.expert,
         pipeline=layout.pipeline,
         zero=layout.zero,
         reduce=layout.reduce,
@@ -133,13 +177,15 @@ def with_layout(config: RunConfig, layout: JobLayout, split_at: tuple[str, ...] 
 def refuse_unknown(config: RunConfig) -> None:
     """Raise InputError for what times of shapes do not describe."""
     model, parallel = config.model, config.parallel
-    gives_layers = model.source == "interlace" and model.architecture in ("llama", "gpt")
+    gives_layers = model.source == "interlace" and model.architecture in ("llama", "gpt", "moe")
+    experts = model.experts
     hint = "plan it from its traced graphs: interlace plan, without --global-batch"
     for name, value, known in (
         ("model.source", model.source, model.source == "interlace"),
         ("model.architecture", model.architecture, gives_layers),
-        ("parallel.context", parallel.context, parallel.context == 1),
-        ("parallel.expert", parallel.expert, parallel.expert == 1),
+        ("model.experts.dense_layers", experts.dense_layers, not experts.dense_layers),
+        ("model.experts.capacity_factor", experts.capacity_factor, not experts.capacity_factor),
+        ("parallel.expert", parallel.expert, parallel.expert == 1 or experts.count > 0),
         ("overlap.decompose", config.overlap.decompose, config.overlap.decompose == "off"),
         ("pipeline.stages", list(config.pipeline.stages), not config.pipeline.stages),
         ("plan.file", config.plan.file, not config.plan.file),
@@ -153,11 +199,18 @@ def refuse_unknown(config: RunConfig) -> None:
                 f"{name} = {value!r} is not known to the simulation from shapes",
                 hint='set train.dtype to "bfloat16"' if name == "train.dtype" else hint,
             )
-    if head_size_of(model) * model.heads != model.width:
+
+
+def refuse_load(config: RunConfig, expert_load: float) -> None:
+    """Raise InputError for a load of experts that a model without them, or with fewer, cannot
+    have."""
+    experts = config.model.experts
+    if experts.count:
+        ExpertJob(count=experts.count, chosen=experts.chosen, ffn=1, load=expert_load)
+    elif expert_load != 1:
         raise InputError(
-            f"model.head_size = {head_size_of(model)} x model.heads = {model.heads} is not "
-            f"model.width = {model.width}, and the simulation from shapes knows no other",
-            hint=hint,
+            f"--expert-load {expert_load:g}, and the model has no experts",
+            hint="leave --expert-load out",
         )
 
 
@@ -178,6 +231,16 @@ def step_job(config: RunConfig, layout: JobLayout) -> StepJob:
     """The job in the words of `hardware.step_model`: operators run one by one, with PyTorch's own
     fused attention (FlashAttention 2), and gradients are summed in float32."""
     model = config.model
+    experts = None
+    if model.experts.count:
+        experts = ExpertJob(
+            count=model.experts.count,
+            chosen=model.experts.chosen,
+            ffn=expert_width_of(model),
+            shared=model.experts.shared_width,
+            ranks=layout.expert,
+            load=layout.expert_load,
+        )
     return StepJob(
         layers=model.layers,
         hidden=model.width,
@@ -188,15 +251,16 @@ def step_job(config: RunConfig, layout: JobLayout) -> StepJob:
         sequence=config.data.sequence_length,
         micro_batch=layout.micro_batch,
         micro_batches=layout.micro_batches,
-        gated=model.architecture == "llama",
+        gated=model.architecture in ("llama", "moe"),
+        head_width=head_size_of(model),
+        experts=experts,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         data=layout.replicas,
+        context=layout.context,
+        ring=layout.context_method == "ring",
+        layer_norms=model.architecture == "moe" and model.norm == "layer",
+        head_norms=model.query_key_norm,
         attention="flash2",
         fused_operators=False,
     )
-
-
-def _ranks_asked(config: RunConfig) -> int:
-    parallel = config.parallel
-    return parallel.data_replicate * parallel.data_shard * parallel.tensor * parallel.pipeline

@@ -1,7 +1,9 @@
 """Collectives of a laid-out job on a cluster: how long each takes, on which lane, over which link.
 
-Ranks are dealt as the trainer's meshes do: tensor ranks are neighbours, then shards, then replicas,
-then stages. A lane is called by its mesh axis (`tp`, `dp_shard`, `dp_replicate`, `pp`).
+Ranks are dealt as the trainer's meshes do: tensor ranks are neighbours, then those that share a
+sequence, then shards, then replicas, then stages. Of the ranks that see other tokens those in a row
+share the experts, and the others that hold the same experts are their shards and replicas. A lane
+is called by its mesh axis (`tp`, `cp`, `dp_shard`, `dp_replicate`, `ep`, `ep_dp_shard`, `pp`, ...).
 """
 
 from dataclasses import dataclass
@@ -14,14 +16,23 @@ from interlace.ir.costs import Contention
 from interlace.ir.graph import Kind
 from interlace.strategy.job_layout import JobLayout
 
-TENSOR, SHARD, REPLICATE, STAGE = "tp", "dp_shard", "dp_replicate", "pp"
+TENSOR, CONTEXT, SHARD, REPLICATE, STAGE = "tp", "cp", "dp_shard", "dp_replicate", "pp"
 """Lanes."""
+EXPERT, COUNTS = "ep", "ep_counts"
+"""Of rows to the ranks of their experts and back, and of how many they are."""
+EXPERT_SHARD, EXPERT_REPLICATE = "ep_dp_shard", "ep_dp_replicate"
+"""Of weights and gradients of experts."""
 _COMPUTE_BOUND = (Kind.MATMUL, Kind.ATTENTION)
 _MEMORY_BOUND = (Kind.ELEMENTWISE, Kind.REDUCTION, Kind.MEMORY)
 _LANE_KINDS = {
     TENSOR: (Kind.ALL_GATHER, Kind.REDUCE_SCATTER),
     SHARD: (Kind.ALL_GATHER, Kind.REDUCE_SCATTER),
     REPLICATE: (Kind.ALL_REDUCE,),
+    CONTEXT: (Kind.ALL_TO_ALL,),
+    EXPERT: (Kind.ALL_TO_ALL,),
+    COUNTS: (Kind.ALL_TO_ALL,),
+    EXPERT_SHARD: (Kind.ALL_GATHER, Kind.REDUCE_SCATTER),
+    EXPERT_REPLICATE: (Kind.ALL_REDUCE,),
 }
 """What runs on a lane beside compute."""
 
@@ -38,11 +49,17 @@ class JobLinks:
         """Where the ranks of each lane lie. Raises InputError if the cluster has fewer devices."""
         layout = self.layout
         self.cluster.require(layout.ranks)
+        behind = layout.tensor * layout.expert
         strides = {
             TENSOR: (layout.tensor, 1),
-            SHARD: (layout.data_shard, layout.tensor),
-            REPLICATE: (layout.data_replicate, layout.tensor * layout.data_shard),
-            STAGE: (layout.pipeline, layout.tensor * layout.replicas),
+            CONTEXT: (layout.context, layout.tensor),
+            SHARD: (layout.group, layout.tensor),
+            REPLICATE: (layout.data_replicate, layout.tensor * layout.group),
+            EXPERT: (layout.expert, layout.tensor),
+            COUNTS: (layout.expert, layout.tensor),
+            EXPERT_SHARD: (layout.expert_group, behind),
+            EXPERT_REPLICATE: (layout.expert_replicas, behind * layout.expert_group),
+            STAGE: (layout.pipeline, layout.ranks // layout.pipeline),
         }
         return {
             lane: axis_place(self.cluster, size, stride, layout.ranks)

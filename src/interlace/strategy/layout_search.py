@@ -177,7 +177,8 @@ class _Queue:
 
 def _alike(layout: JobLayout) -> tuple[object, ...]:
     name = layout.schedule.partition("(")[0]
-    return layout.tensor, layout.pipeline, layout.micro_batch, layout.recompute, name
+    split = layout.tensor, layout.context, layout.context_method, layout.expert, layout.pipeline
+    return *split, layout.micro_batch, layout.recompute, name
 
 
 def _rank(found: SteadyStep) -> tuple[int, float]:

@@ -1,8 +1,9 @@
 """All layouts of a job on so many devices that a run file may have.
 
 A field of the run file that is not at its default is kept: `--parallel.tensor 8` leaves the rest to
-the search. Tensor ranks stay within a host. Of schedules that differ in memory alone the one that
-takes less is listed (1F1B, not GPipe).
+the search. Tensor ranks stay within a host. Sequences are shared where they are long, and experts
+are dealt to any number of ranks that their number and the ranks allow. Of schedules that differ in
+memory alone the one that takes less is listed (1F1B, not GPipe).
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from typing import Any, Literal
 from interlace.config import ParallelConfig, PipelineConfig, RunConfig, TrainConfig
 from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster
-from interlace.strategy.job_layout import JobLayout, refuse_unknown
+from interlace.model_config import expert_width_of
+from interlace.strategy.job_layout import JobLayout, refuse_load, refuse_unknown
 
 ONE_CHUNK = ("one_f_one_b", "eager_one_f_one_b", "zb_h1")
 TWO_CHUNKS = ("zb_v", "folded", "eager_folded", "dual_pipe_v", "stp")
@@ -20,6 +22,22 @@ MOST_CHUNKS = 8
 """Chunks of a rank in `interleaved`, at most: a choice."""
 LARGEST_MICRO_BATCH = 16
 """Sequences: a choice, as more fill a GPU no better."""
+_SEARCHED = (
+    "data_replicate",
+    "data_shard",
+    "context",
+    "context_method",
+    "tensor",
+    "expert",
+    "pipeline",
+    "zero",
+    "reduce",
+)
+"""Fields of `[parallel]`."""
+LEAST_TOKENS = 8192
+"""Of a sequence on a rank, below which sequences are not shared further: a choice, as shorter parts
+leave less to hide exchanges under."""
+_METHODS: tuple[Literal["ulysses", "ring"], ...] = ("ulysses", "ring")
 _RECOMPUTE: tuple[Literal["none", "attention", "layer"], ...] = ("none", "attention", "layer")
 
 
@@ -32,6 +50,8 @@ class LayoutSpace:
     devices: int
     global_batch: int
     """Sequences of a step, of all replicas."""
+    expert_load: float = 1.0
+    """Rows of the fullest expert over the mean of all."""
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -39,6 +59,7 @@ class LayoutSpace:
                 f"--global-batch {self.global_batch} is no number of sequences", hint="1 or more"
             )
         refuse_unknown(self.config)
+        refuse_load(self.config, self.expert_load)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -47,7 +68,7 @@ class LayoutSpace:
         usual, plain = ParallelConfig(), TrainConfig()
         found: dict[str, Any] = {
             name: getattr(parallel, name)
-            for name in ("data_replicate", "data_shard", "tensor", "pipeline", "zero", "reduce")
+            for name in _SEARCHED
             if getattr(parallel, name) not in (getattr(usual, name), -1)
         }
         if self.config.pipeline.schedule != PipelineConfig().schedule:
@@ -63,15 +84,38 @@ class LayoutSpace:
     def layouts(self) -> Iterator[JobLayout]:
         """All of them, the plainest first."""
         for tensor in self._of("tensor", self._tensor_degrees()):
-            for pipeline in self._of("pipeline", _divisors(self.devices // tensor)):
-                if pipeline > self.config.model.layers or self.devices % (tensor * pipeline):
-                    continue
-                replicas = self.devices // (tensor * pipeline)
-                if self.global_batch % replicas == 0:
-                    yield from self._dealt(tensor, pipeline, replicas)
+            for context, method in self._contexts(tensor):
+                each = tensor * context
+                for pipeline in self._of("pipeline", _divisors(self.devices // each)):
+                    if pipeline > self.config.model.layers or self.devices % (each * pipeline):
+                        continue
+                    replicas = self.devices // (each * pipeline)
+                    if self.global_batch % replicas == 0:
+                        shared = JobLayout(
+                            context=context, context_method=method, tensor=tensor,
+                            pipeline=pipeline, tied_head=self.config.model.tied_head,
+                            expert_load=self.expert_load,
+                        )  # fmt: skip
+                        yield from self._dealt(shared, replicas)
 
-    def _dealt(self, tensor: int, pipeline: int, replicas: int) -> Iterator[JobLayout]:
-        share = self.global_batch // replicas
+    def _contexts(self, tensor: int) -> Iterator[tuple[int, Literal["ulysses", "ring"]]]:
+        """Ranks of a sequence, and what they exchange."""
+        model, length = self.config.model, self.config.data.sequence_length
+        kept = self.kept.get("context")
+        for context in self._of("context", _divisors(max(1, length // LEAST_TOKENS))):
+            if context == 1:
+                yield 1, "ulysses"
+                continue
+            if self.devices % (tensor * context):
+                continue
+            for method in self._of("context_method", _METHODS if kept is None else ("ulysses",)):
+                pieces = tensor * context * (2 if method == "ring" else 1)
+                heads = model.heads // tensor
+                if length % pieces == 0 and (method == "ring" or heads % context == 0):
+                    yield context, method
+
+    def _dealt(self, split: JobLayout, replicas: int) -> Iterator[JobLayout]:
+        share, pipeline = self.global_batch // replicas, split.pipeline
         for micro_batch in self._of("micro_batch", _divisors(share)):
             if micro_batch > LARGEST_MICRO_BATCH and "micro_batch" not in self.kept:
                 continue
@@ -79,21 +123,21 @@ class LayoutSpace:
                 continue
             count = share // micro_batch
             for schedule in self._of("schedule", self._schedules(pipeline, count)):
-                for shared in self._shared(replicas, pipeline):
+                for shared in self._shared(split, replicas):
                     for recompute in self._of("recompute", _RECOMPUTE):
+                        if recompute == "attention" and split.context_method == "ring":
+                            continue  # a ring keeps what it needs
                         yield replace(
                             shared,
-                            tensor=tensor,
-                            pipeline=pipeline,
                             schedule=schedule,
                             micro_batch=micro_batch,
                             micro_batches=count,
                             recompute=recompute,
-                            tied_head=self.config.model.tied_head,
                         )
 
-    def _shared(self, replicas: int, pipeline: int) -> Iterator[JobLayout]:
-        """Ways to share weights over replicas: shards of a few sizes, by ZeRO-1 and ZeRO-3."""
+    def _shared(self, split: JobLayout, replicas: int) -> Iterator[JobLayout]:
+        """Ways to share weights over replicas: shards of a few sizes, by ZeRO-1 and ZeRO-3; and to
+        deal experts to those."""
         sizes = [size for size in _divisors(replicas) if _is_round(size, replicas)]
         for shard in self._of("data_shard", sizes):
             if replicas % shard:
@@ -101,12 +145,22 @@ class LayoutSpace:
             replicate = replicas // shard
             if self.kept.get("data_replicate", replicate) != replicate:
                 continue
+            whole = replace(split, data_replicate=replicate, data_shard=shard)
             for zero in self._of("zero", (1, 3) if shard > 1 else (3,)):
-                each = zero == 3 and shard > 1 and pipeline == 1
+                each = zero == 3 and shard > 1 and split.pipeline == 1
                 for reduce in self._of("reduce", ("step", "micro_batch") if each else ("step",)):
-                    yield JobLayout(
-                        data_replicate=replicate, data_shard=shard, zero=zero, reduce=reduce
-                    )
+                    for expert in self._of("expert", self._expert_degrees(whole)):
+                        yield replace(whole, zero=zero, reduce=reduce, expert=expert)
+
+    def _expert_degrees(self, layout: JobLayout) -> list[int]:
+        """Into how many parts experts can be dealt, by the rule of `rules.check`."""
+        count, group = self.config.model.experts.count, layout.group
+        ranks = layout.data_replicate * group
+        return [
+            e
+            for e in _divisors(max(1, count))
+            if ranks % e == 0 and (group % e == 0 or e % group == 0)
+        ]
 
     def _schedules(self, pipeline: int, micro_batches: int) -> tuple[str, ...]:
         if pipeline == 1:
@@ -121,11 +175,13 @@ class LayoutSpace:
     def _tensor_degrees(self) -> list[int]:
         """Those that split the model."""
         model, length = self.config.model, self.config.data.sequence_length
+        split = [model.heads, model.ffn_width, length, model.vocab_size]
+        split += [expert_width_of(model), model.experts.shared_width]
         return [
             t
             for t in _divisors(self.devices)
             if t <= self.cluster.devices_per_host
-            and not any(n % t for n in (model.heads, model.ffn_width, length, model.vocab_size))
+            and not any(n % t for n in split)
             and (model.kv_heads % t == 0 or t % model.kv_heads == 0)
         ]
 

@@ -53,6 +53,10 @@ class Bounds:
             layout.gathers_each,
             layout.data_shard if layout.gathers_each else 1,
             layout.reduce,
+            layout.context,
+            layout.context_method,
+            layout.expert,
+            layout.expert_load,
         )
         times = self._times.setdefault(key, parts.times)
         return JobParts(parts.job, parts.links, times)
@@ -150,7 +154,7 @@ class Bounds:
 
     def _shapes(self, layout: JobLayout) -> Mapping[int, ChunkShape]:
         job = step_job(self.config, layout)
-        head = job.vocab * job.hidden / job.layer_parameters
+        head = job.vocab * job.hidden / job.active_parameters
         return _even_shapes(job.layers, layout.pipeline * _chunks(layout.schedule), head)
 
     def _ranks(self, layout: JobLayout) -> list[tuple[int, bool, bool, float]]:

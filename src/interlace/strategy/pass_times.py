@@ -16,7 +16,8 @@ from interlace.ir.timeline import Timeline
 from interlace.search.planner import plan_phase
 from interlace.search.problem import Problem
 from interlace.sim.lanes import simulate
-from interlace.strategy.layer_operators import LayerOperators, TimedGraph
+from interlace.strategy.layer_operators import LayerOperators
+from interlace.strategy.timed_graph import TimedGraph
 
 FEW, MORE = 1, 3
 """Layers that are simulated: a choice. The first and the last of them have no neighbour."""

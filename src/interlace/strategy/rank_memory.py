@@ -13,6 +13,12 @@ gradients of weights (8 / t more with `recompute = "layer"`, which has computed 
 
     Llama    8 + (22 + 6 kv + 6 ffn) / t       GPT    10 + (4 + 6 kv + 4 ffn) / t
 
+A layer with experts is that of a Llama without its feed-forward, and has for each of a token's
+experts 4 + 8 ffn / t, and cut in two 4 + 6 ffn / t. Those are rows, of the rank with the fullest
+expert. Queries, if they are not as wide as the model, count 4 of the
+20, and norms of heads 8 for queries and for keys. LayerNorms keep 12 less (8 / t with tensor
+ranks). Ulysses keeps results twice, 2 / t more, and repeated heads of keys.
+
 Logits take 12 bytes. What the allocator
 wastes, the CUDA context and NCCL's buffers (1 to 5 GB together) are not counted.
 """
@@ -20,6 +26,7 @@ wastes, the CUDA context and NCCL's buffers (1 to 5 GB together) are not counted
 from dataclasses import dataclass
 
 from interlace.hardware.step_job import StepJob
+from interlace.strategy.context_operators import key_copies
 from interlace.strategy.job_layout import JobLayout
 
 _GATHERED = {True: 4.0, False: 6.0}
@@ -33,6 +40,17 @@ _LATE_OTHER = {True: 22.0, False: 4.0}
 _LATE_PER_KV = 6.0
 _LATE_PER_FFN = {True: 6.0, False: 4.0}
 _LATE_AGAIN = 8.0
+_PER_QUERY = 4.0
+"""Of those 20 and 6, what is as wide as queries: they, and what attention makes of them."""
+_PER_HEAD_NORM = 8.0
+_LAYER_NORMS = (12.0, 8.0, 10.0)
+"""What two LayerNorms keep less than two RMSNorms: without tensor ranks, with them, and cut."""
+_PER_ROW = 4.0
+_PER_ROW_FFN = (8.0, 6.0)
+_ROUTER = (16.0, 6.0)
+"""Bytes for each token and expert."""
+_LATE_EXPERTS = -2.0
+_LATE_CONTEXT = -4.0
 _WORKING = 16.0
 """Values of a layer that are gone when it ends."""
 LOGIT_BYTES = 12.0
@@ -64,58 +82,117 @@ class MemoryParts:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
+@dataclass(frozen=True, slots=True)
+class HeldParameters:
+    """Parameters of one rank."""
+
+    dense: float
+    """Which all ranks that see other tokens share."""
+    experts: float = 0.0
+    """Which those share that hold the same experts."""
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.dense + self.experts
+
+
 def kept_bytes(job: StepJob, layout: JobLayout, *, whole: bool = False) -> float:
     """Of one layer and micro-batch until its backward; `whole`: as if nothing was computed
     again."""
     t, tokens = job.tensor, float(job.tokens) * job.hidden
     if layout.recompute == "layer" and not whole:
         return tokens * (2.0 if t == 1 else 4.0 / t)
-    split = (
-        _OTHER[job.gated] + _PER_KV * _kv_widths(job) + _PER_FFN[job.gated] * job.ffn / job.hidden
-    )
-    if layout.recompute == "attention" and not whole:
-        split -= _ATTENTION_OUTPUT
-    return tokens * (_GATHERED[job.gated] + split / t)
+    split = _OTHER[job.gated] + _PER_KV * _kv_widths(job)
+    split += _PER_QUERY * (job.query_width / job.hidden - 1)
+    if layout.context > 1 and layout.context_method == "ulysses":
+        split += _ATTENTION_OUTPUT * job.query_width / job.hidden
+    if job.head_norms:
+        split += _PER_HEAD_NORM * (job.query_width / job.hidden + _kv_widths(job))
+    ring = layout.context > 1 and layout.context_method == "ring"
+    if layout.recompute == "attention" and not whole and not ring:
+        split -= _ATTENTION_OUTPUT * job.query_width / job.hidden
+    if job.layer_norms:
+        split -= _LAYER_NORMS[t > 1]
+    if job.experts is None:
+        split += _PER_FFN[job.gated] * job.ffn / job.hidden
+    else:
+        split += _PER_FFN[True] * job.experts.shared / job.hidden
+    return tokens * (_GATHERED[job.gated] + split / t) + _row_bytes(job, late=False)
 
 
 def late_bytes(job: StepJob, layout: JobLayout) -> float:
     """Of one layer and micro-batch from its gradients of inputs to those of its weights."""
     t, tokens = job.tensor, float(job.tokens) * job.hidden
+    gathered = _LATE_GATHERED[job.gated]
     split = _LATE_OTHER[job.gated] + _LATE_PER_KV * _kv_widths(job)
-    split += _LATE_PER_FFN[job.gated] * job.ffn / job.hidden
-    if layout.recompute == "layer":
-        split += _LATE_AGAIN
-    return tokens * (_LATE_GATHERED[job.gated] + split / t)
+    split += _PER_QUERY * (job.query_width / job.hidden - 1)
+    if job.head_norms:
+        split += _PER_HEAD_NORM * (job.query_width / job.hidden + _kv_widths(job))
+    if job.layer_norms:
+        split -= _LAYER_NORMS[0 if t == 1 else 2]
+    if layout.context > 1:
+        split += _LATE_CONTEXT
+    if job.experts is None:
+        split += _LATE_PER_FFN[job.gated] * job.ffn / job.hidden
+        split += _LATE_AGAIN * (layout.recompute == "layer")
+    else:
+        gathered += _LATE_EXPERTS
+        if job.experts.shared:
+            split += _LATE_PER_FFN[True] * job.experts.shared / job.hidden - _LATE_EXPERTS
+    return tokens * (gathered + split / t) + _row_bytes(job, late=True)
+
+
+def _row_bytes(job: StepJob, *, late: bool) -> float:
+    """What a layer keeps of rows of experts, and of their choice."""
+    if (experts := job.experts) is None:
+        return 0.0
+    inner = _PER_ROW_FFN[late] * experts.ffn / job.tensor
+    rows = float(job.tokens) * experts.chosen * experts.fullest
+    return rows * (_PER_ROW * job.hidden + inner) + _ROUTER[late] * job.tokens * experts.count
 
 
 def rank_parameters(
     job: StepJob, layout: JobLayout, layers: int, *, first: bool, last: bool
-) -> float:
+) -> HeldParameters:
     """Parameters of a rank with so many layers, the embedding if it has the first chunk, the head
     if it has the last."""
     tables = int(first or last) if layout.tied_head else first + last
     ends = float(job.vocab * job.hidden) * tables
-    return (layers * job.layer_parameters + ends) / job.tensor
+    return HeldParameters(
+        (layers * job.shared_parameters + ends) / job.tensor,
+        layers * job.expert_parameters / job.tensor,
+    )
 
 
 def rank_memory(
-    job: StepJob, layout: JobLayout, parameters: float, kept: float, *, last: bool
+    job: StepJob, layout: JobLayout, parameters: HeldParameters, kept: float, *, last: bool
 ) -> MemoryParts:
     """Memory of a rank with so many parameters, whose forwards keep `kept` bytes at most."""
-    shards = layout.data_shard
-    owned = parameters / shards
-    computing = 2 * owned if layout.gathers_each else 2 * parameters
-    # With ZeRO-1 on one stage, the 16-bit weights have shards that are gathered once a step.
-    own_copy = 2 * owned if shards > 1 and layout.zero == 1 and layout.pipeline == 1 else 0.0
-    summed = parameters if layout.reduce == "step" else 0.0
-    parts = owned if shards > 1 and layout.pipeline == 1 else 0.0
+    computing = owned = own_copy = summed = parts = 0.0
+    gathered = 2 * 2 * job.shared_parameters / job.tensor if layout.gathers_each else 0.0
+    if layout.gathers_each and layout.expert_shards > 1:
+        gathered += 2 * 2 * job.expert_parameters / job.tensor
+    for own, shards in (
+        (parameters.dense, layout.shards),
+        (parameters.experts, layout.expert_shards),
+    ):
+        share = own / shards
+        owned += share
+        computing += 2 * share if layout.gathers_each else 2 * own
+        if shards > 1 and layout.pipeline == 1:
+            # With ZeRO-1 on one stage, the 16-bit weights have shards that are gathered once a
+            # step.
+            own_copy += 2 * share if layout.zero == 1 else 0.0
+            parts += share
+        summed += own if layout.reduce == "step" or shards == 1 else 0.0
     working = _WORKING * job.tokens * job.hidden / job.tensor
     if layout.recompute == "layer":
         working += kept_bytes(job, layout, whole=True)
     logits = LOGIT_BYTES * job.tokens * job.vocab / job.tensor if last else 0.0
     return MemoryParts(
         weights=computing + own_copy,
-        gathered=2 * 2 * job.layer_parameters / job.tensor if layout.gathers_each else 0.0,
+        gathered=gathered,
         masters=4 * owned,
         gradients=4 * (summed + parts),
         optimizer=8 * owned,
@@ -125,5 +202,6 @@ def rank_memory(
 
 
 def _kv_widths(job: StepJob) -> float:
-    """Keys, or values, of all tensor ranks in widths; each rank has one head at least."""
-    return max(job.kv_width, job.tensor * job.head_size) / job.hidden
+    """Keys, or values, of all tensor ranks in widths; each rank has one head at least, and as many
+    as Ulysses makes of them."""
+    return key_copies(job) * max(job.kv_width, job.tensor * job.head_size) / job.hidden

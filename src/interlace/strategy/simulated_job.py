@@ -88,8 +88,7 @@ class SimulatedJob:
     @property
     def tokens_per_s(self) -> float:
         """Of all ranks."""
-        tokens = self.job.tokens * self.job.micro_batches * self.job.data
-        return tokens / self.seconds
+        return self.job.step_tokens / self.seconds
 
     @property
     def bubble(self) -> float:
@@ -112,9 +111,9 @@ class SimulatedJob:
 
     @property
     def _again_flops(self) -> float:
-        job, tokens = self.job, float(self.job.tokens * self.job.micro_batches * self.job.data)
-        attention = 4.0 * job.layers * job.hidden * job.sequence * tokens
-        linear = 2.0 * job.layers * (job.layer_parameters - 4 * job.hidden) * tokens
+        job, tokens = self.job, float(self.job.step_tokens)
+        attention = 4.0 * job.layers * job.query_width * job.sequence * tokens
+        linear = 2.0 * job.layers * job.active_parameters * tokens
         recompute = self.layout.recompute
         return {"attention": attention, "layer": attention + linear}.get(recompute, 0.0)
 
@@ -188,7 +187,7 @@ def cuts_of(config: RunConfig, layout: JobLayout, job: StepJob, chunks: int) -> 
     given = config.pipeline.split_at
     if given and config.parallel.pipeline == layout.pipeline:
         return given_cuts(given, job.layers, chunks)
-    return even_cuts(job.layers, chunks, job.vocab * job.hidden / job.layer_parameters)
+    return even_cuts(job.layers, chunks, job.vocab * job.hidden / job.active_parameters)
 
 
 def _pipeline_costs(

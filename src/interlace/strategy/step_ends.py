@@ -2,7 +2,8 @@
 
 On one stage, sums of gradients are reduced under the last backward, layer by layer as they are
 ready, and with ZeRO-1 the weights gathered under the first forward. A stage of a pipeline reduces
-when its actions are over, and gathers behind the optimizer.
+when its actions are over, and gathers behind the optimizer. Experts do the same with the ranks that
+hold the same ones, one after the other with the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,13 @@ from interlace.ir.graph import COMPUTE_LANE, Kind
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.sim.pipeline_step import PipelineStep
 from interlace.strategy.job_layout import JobLayout
-from interlace.strategy.job_links import REPLICATE, SHARD, JobLinks
+from interlace.strategy.job_links import (
+    EXPERT_REPLICATE,
+    EXPERT_SHARD,
+    REPLICATE,
+    SHARD,
+    JobLinks,
+)
 from interlace.strategy.pass_times import ChunkShape, PassCost, PassTimes
 from interlace.strategy.rank_memory import rank_parameters
 
@@ -26,31 +33,39 @@ OPTIMIZER = "optimizer"
 class StepEnds:
     """Seconds of one rank."""
 
-    gather_s: float
-    """Of weights, once a step."""
+    gathers: tuple[tuple[str, float], ...]
+    """(lane, seconds) of weights, once a step."""
     gather_exposed_s: float
     gather_first: bool
     """Before the actions, or else behind the optimizer."""
-    shard_s: float
-    """Of gradients, over shards."""
-    replicate_s: float
-    """Of gradients, over replicas."""
+    reductions: tuple[tuple[str, Kind, float], ...]
+    """(lane, kind, seconds) of gradients, once a step."""
     reduce_exposed_s: float
     optimizer_s: float
 
     @property
+    def gather_s(self) -> float:
+        """All gathers."""
+        return sum(seconds for _, seconds in self.gathers)
+
+    @property
+    def reduce_s(self) -> float:
+        """All reductions."""
+        return sum(seconds for *_, seconds in self.reductions)
+
+    @property
     def as_time(self) -> PassCost:
         """What of it is communication, by lane; what is exposed is shared out by its parts."""
-        reduced = self.shard_s + self.replicate_s
-        part = self.reduce_exposed_s / reduced if reduced else 0.0
-        return PassCost(
-            0.0,
-            {
-                SHARD: 1e9 * (self.gather_exposed_s + part * self.shard_s),
-                REPLICATE: 1e9 * part * self.replicate_s,
-            },
-            {SHARD: 1e9 * (self.gather_s + self.shard_s), REPLICATE: 1e9 * self.replicate_s},
-        )
+        exposed: dict[str, float] = {}
+        busy: dict[str, float] = {}
+        for left, total, parts in (
+            (self.gather_exposed_s, self.gather_s, self.gathers),
+            (self.reduce_exposed_s, self.reduce_s, [(n, s) for n, _, s in self.reductions]),
+        ):
+            for lane, seconds in parts:
+                busy[lane] = busy.get(lane, 0.0) + 1e9 * seconds
+                exposed[lane] = exposed.get(lane, 0.0) + 1e9 * seconds * left / total
+        return PassCost(0.0, exposed, busy)
 
 
 def ends_of(
@@ -65,31 +80,40 @@ def ends_of(
     job, last = operators.job, len(shapes) - 1
     layers = sum(shapes[chunk].layers for chunk in own)
     parameters = rank_parameters(job, layout, layers, first=0 in own, last=last in own)
-    shard_s = replicate_s = gather_s = 0.0
-    if layout.data_shard > 1:
-        if layout.reduce == "step":
-            shard_s = operators.shared_s(Kind.REDUCE_SCATTER, 4.0 * parameters)
-        if layout.zero == 1:
-            gather_s = operators.shared_s(Kind.ALL_GATHER, 2.0 * parameters)
-    if layout.data_replicate > 1:
-        size = 4.0 * parameters / layout.data_shard
-        buckets = max(1, -(-int(size) // int(operators.bucket_bytes)))
-        replicate_s = links.seconds(REPLICATE, Kind.ALL_REDUCE, size, buckets)
-    gather_exposed, reduce_exposed = gather_s, shard_s + replicate_s
+    gathers: list[tuple[str, float]] = []
+    reductions: list[tuple[str, Kind, float]] = []
+    updated = 0.0
+    for size, shards, lanes in (
+        (parameters.dense, layout.shards, (SHARD, REPLICATE)),
+        (parameters.experts, layout.expert_shards, (EXPERT_SHARD, EXPERT_REPLICATE)),
+    ):
+        updated += size / shards
+        if shards > 1 and layout.zero == 1:
+            gathers.append((lanes[0], operators.shared_s(Kind.ALL_GATHER, 2.0 * size, lanes[0])))
+        if shards > 1 and layout.reduce == "step":
+            seconds = operators.shared_s(Kind.REDUCE_SCATTER, 4.0 * size, lanes[0])
+            reductions.append((lanes[0], Kind.REDUCE_SCATTER, seconds))
+        # Whole weights are summed over both axes, cut ones over replicas.
+        for lane in lanes if shards == 1 else lanes[1:]:
+            seconds = operators.shared_s(Kind.ALL_REDUCE, 4.0 * size / shards, lane)
+            reductions.append((lane, Kind.ALL_REDUCE, seconds))
+    gathers = [each for each in gathers if each[-1] > 0]
+    reductions = [each for each in reductions if each[-1] > 0]
+    gather_s, reduce_s = sum(s for _, s in gathers), sum(s for *_, s in reductions)
+    gather_exposed, reduce_exposed = gather_s, reduce_s
     if layout.pipeline == 1:
         whole = ChunkShape(job.layers, True)
         forward = times.of_passes(((Direction.FORWARD, Share.WHOLE, whole),)).ns / 1e9
         backward = times.of_passes(((Direction.BACKWARD, Share.WHOLE, whole),)).ns / 1e9
         gather_exposed = _left(gather_s, forward, layers)
-        reduce_exposed = _left(shard_s + replicate_s, backward, layers)
+        reduce_exposed = _left(reduce_s, backward, layers)
     return StepEnds(
-        gather_s=gather_s,
+        gathers=tuple(gathers),
         gather_exposed_s=gather_exposed,
         gather_first=layout.pipeline == 1,
-        shard_s=shard_s,
-        replicate_s=replicate_s,
+        reductions=tuple(reductions),
         reduce_exposed_s=reduce_exposed,
-        optimizer_s=OPTIMIZER_BYTES * parameters / layout.data_shard / operators.device.bytes_per_s,
+        optimizer_s=OPTIMIZER_BYTES * updated / operators.device.bytes_per_s,
     )
 
 
@@ -122,18 +146,22 @@ def _extended(timeline: Timeline, end: StepEnds, before: int, update_ns: int) ->
             spans.append(Span(name, kind, lane, start, start + ns, issue_ns=start))
         return start + ns
 
-    if end.gather_first and end.gather_s:
-        add("gather weights", Kind.ALL_GATHER, SHARD, 0, round(1e9 * end.gather_s))
+    def gather(start: int) -> None:
+        at = start
+        for lane, seconds in end.gathers:
+            at = add("gather weights", Kind.ALL_GATHER, lane, at, round(1e9 * seconds))
+
+    if end.gather_first and end.gathers:
+        gather(0)
         add("gather weights", WAIT, COMPUTE_LANE, 0, before)
     exposed = round(1e9 * end.reduce_exposed_s)
-    total = round(1e9 * (end.shard_s + end.replicate_s))
-    start = at + exposed - total
-    middle = add("reduce gradients", Kind.REDUCE_SCATTER, SHARD, start, round(1e9 * end.shard_s))
-    add("sum gradients", Kind.ALL_REDUCE, REPLICATE, middle, round(1e9 * end.replicate_s))
+    start = at + exposed - round(1e9 * end.reduce_s)
+    for lane, kind, seconds in end.reductions:
+        start = add("reduce gradients", kind, lane, start, round(1e9 * seconds))
     add("reduce gradients", WAIT, COMPUTE_LANE, at, exposed)
     done = add(OPTIMIZER, OPTIMIZER, COMPUTE_LANE, update_ns, round(1e9 * end.optimizer_s))
-    if not end.gather_first and end.gather_s:
-        add("gather weights", Kind.ALL_GATHER, SHARD, done, round(1e9 * end.gather_s))
+    if not end.gather_first and end.gathers:
+        gather(done)
         add("gather weights", WAIT, COMPUTE_LANE, done, round(1e9 * end.gather_s))
     return Timeline(timeline.label, timeline.rank, tuple(spans))
 
