@@ -2,9 +2,9 @@
 
     python scripts/draw_by_cluster.py        # a minute; prints the table of the docs
 
-Simulates one step of Llama 3.1 8B and 70B with one strand and with two on each cluster: tensor ranks
-within a host, eight replicas that share optimizer state (ZeRO-1), or weights too (ZeRO-3), without
-a pipeline, 8 micro-batches of one sequence of 8,192 tokens. The line is the most that any order
+Simulates one step of Llama 3.1 8B and 70B with one strand and with two on each cluster: tensor
+ranks within a host, eight replicas that share optimizer state (ZeRO-1), or weights too (ZeRO-3),
+without a pipeline, 8 micro-batches of one sequence of 8,192 tokens. The line is the most that any order
 reaches if all communication lies beside compute: (1 + r) / max(1, r).
 """
 
@@ -126,8 +126,8 @@ def draw(cases: list[Case]) -> None:
     axes.grid(color=LIGHT.grid, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set_title(
-        "Simulated: squares Llama 3.1 8B, circles 70B; filled 2, 4, 8 tensor ranks (larger is more), "
-        "hollow ZeRO-3 over 8 hosts",
+        "Simulated: squares Llama 3.1 8B, circles 70B; filled 2, 4, 8 tensor ranks (larger is "
+        "more), hollow ZeRO-3 over 8 hosts",
         fontsize=8.5,
         loc="left",
         color=LIGHT.text,

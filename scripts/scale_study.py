@@ -4,9 +4,9 @@
     python scripts/scale_study.py --model mixtral-8x7b  # another preset of interlace/presets/models
     python scripts/draw_scale_study.py                  # the pictures and tables of the docs
 
-Searches a layout at each size, once with a batch that grows with the devices (weak scaling) and once
-with one batch (strong scaling), and simulates every schedule on the split of the best layout of one
-strand. Writes bench/results/scale/MODEL.json.
+Searches a layout at each size, once with a batch that grows with the devices (weak scaling) and
+once with one batch (strong scaling), and simulates every schedule on the split of the best layout of
+one strand. Writes bench/results/scale/MODEL.json.
 """
 
 import argparse

@@ -23,7 +23,7 @@ def _simulated(mean_s: float, failures: Failures, interval_s: float, count: int)
 @pytest.mark.parametrize("devices", [1024, 16384, 98304])
 @pytest.mark.parametrize("slow", [False, True])
 def test_formula_is_within_one_percent_of_drawn_failures(devices: int, slow: bool) -> None:
-    """For seconds and for half an hour until a job runs again, and other intervals than the best."""
+    """For seconds and for half an hour until a job runs again, and for a given interval."""
     failures = Failures(detect_s=1800, restart_s=300) if slow else Failures(save_s=30)
     for interval in (None, 900.0):
         found = goodput(devices, failures, interval)
@@ -32,7 +32,7 @@ def test_formula_is_within_one_percent_of_drawn_failures(devices: int, slow: boo
 
 
 def test_short_formula_is_its_limit() -> None:
-    """A failure in 3 h, saves of 5 s: 81.2 % with 35 minutes until it runs again, 96.4 % with 65 s."""
+    """A failure in 3 h, saves of 5 s: 81.2 % if it takes 35 minutes to run again, 96.4 % if 65 s."""
     rate = 1 / 3 / 16384
     for detect, restart, share in ((1800.0, 300.0, 0.812), (5.0, 60.0, 0.964)):
         found = goodput(16384, Failures(per_device_hour=rate, detect_s=detect, restart_s=restart))
