@@ -4,8 +4,8 @@
 
 Simulates one step of Llama 3.1 8B and 70B with one strand and with two on each cluster: tensor
 ranks within a host, eight replicas that share optimizer state (ZeRO-1), or weights too (ZeRO-3),
-without a pipeline, 8 micro-batches of one sequence of 8,192 tokens. The line is the most that any order
-reaches if all communication lies beside compute: (1 + r) / max(1, r).
+without a pipeline, 8 micro-batches of one sequence of 8,192 tokens. The line is the most that any
+order reaches if all communication lies beside compute: (1 + r) / max(1, r).
 """
 
 import sys

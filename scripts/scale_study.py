@@ -5,8 +5,8 @@
     python scripts/draw_scale_study.py                  # the pictures and tables of the docs
 
 Searches a layout at each size, once with a batch that grows with the devices (weak scaling) and
-once with one batch (strong scaling), and simulates every schedule on the split of the best layout of
-one strand. Writes bench/results/scale/MODEL.json.
+once with one batch (strong scaling), and simulates every schedule on the split of the best layout
+of one strand. Writes bench/results/scale/MODEL.json.
 """
 
 import argparse
