@@ -131,7 +131,7 @@ def draw_mfu(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _label(axes: Axes, rows: Sequence[dict[str, Any]], scaling: str) -> None:
-    batch = "grows with the devices" if scaling == "weak" else f"{rows[0]['batch']:,} sequences"
+    batch = "grows with the devices" if scaling == "weak" else f"of {rows[0]['batch']:,} sequences"
     axes.set_title(f"{scaling} scaling: batch {batch}", fontsize=10, color=LIGHT.text)
     axes.set_xticks(range(len(rows)), [_short(row["devices"]) for row in rows], fontsize=8)
     axes.set_xlabel("devices", fontsize=9)

@@ -32,7 +32,7 @@ def test_formula_is_within_one_percent_of_drawn_failures(devices: int, slow: boo
 
 
 def test_short_formula_is_its_limit() -> None:
-    """A failure in 3 h, saves of 5 s: 81.2 % if it takes 35 minutes to run again, 96.4 % if 65 s."""
+    """A failure in 3 h, saves of 5 s: 81.2 % if it runs after 35 minutes, 96.4 % after 65 s."""
     rate = 1 / 3 / 16384
     for detect, restart, share in ((1800.0, 300.0, 0.812), (5.0, 60.0, 0.964)):
         found = goodput(16384, Failures(per_device_hour=rate, detect_s=detect, restart_s=restart))
