@@ -54,6 +54,7 @@ def main() -> int:
             some = [row for row in rows if row["scaling"] == scaling]
             draw(axes, some)
             _label(axes, some, scaling)
+        panels[1].set_ylabel("")
         panels[1].legend(frameon=False, fontsize=8, loc="best")
         file = PICTURES / f"at-scale-{name}-{model}.png"
         FigureCanvasAgg(figure).print_png(file, metadata={"Software": None})
