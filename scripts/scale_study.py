@@ -1,6 +1,6 @@
 """From 64 to 100,000 devices: the best layouts of a model, and what each technique gives there.
 
-    python scripts/scale_study.py                       # Llama 3.1 405B on H100, about 10 minutes
+    python scripts/scale_study.py                       # Llama 3.1 405B on H100, about 20 minutes
     python scripts/scale_study.py --model mixtral-8x7b  # another preset of interlace/presets/models
     python scripts/draw_scale_study.py                  # the pictures and tables of the docs
 
@@ -33,6 +33,7 @@ from interlace.toml_text import read_toml
 
 FOLDER = Path(__file__).resolve().parents[1] / "bench" / "results" / "scale"
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 98304)
+SCALINGS = ("weak", "strong")
 STRONG_SIZES = tuple(size for size in SIZES if size >= 512)
 BATCH = 2048
 """Sequences of a step in strong scaling: with 8,192 tokens each, those of Llama 3 at 16,384."""
@@ -43,24 +44,32 @@ LEAST = 64
 
 
 def main() -> int:
-    """Search all sizes and write the table; what is there already is searched again."""
+    """Search all sizes and write the table; rows of other sizes that it has already are kept."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama-3.1-405b", help="a preset of presets/models")
     parser.add_argument("--cluster", default="h100", help="a cluster without its size")
     parser.add_argument("--sequence", type=int, default=8192, help="tokens")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="numbers of devices")
+    parser.add_argument("--scaling", choices=("weak", "strong"), nargs="*", default=SCALINGS)
     given = parser.parse_args()
     config = config_of(given.model, given.sequence)
-    found: list[dict[str, Any]] = []
+    about = {key: getattr(given, key) for key in ("model", "cluster", "sequence")}
+    file = FOLDER / f"{given.model}.json"
+    known = json.loads(file.read_text()) if file.exists() else {"rows": []}
+    rows = known.pop("rows") if known | about == known else []
+    found = {(row["scaling"], row["devices"]): row for row in rows}
     for scaling, devices, batch in jobs(given.sizes):
+        if scaling not in given.scaling:
+            continue
         row = {"scaling": scaling, "devices": devices, "batch": batch}
         row |= searched(config, f"{given.cluster}x{devices}", batch)
-        found.append(row)
+        found[scaling, devices] = row
         print(scaling, devices, batch, row.get("chosen", row.get("refused")), flush=True)
-        about = {key: getattr(given, key) for key in ("model", "cluster", "sequence")}
+        ordered = [
+            found[key] for key in sorted(found, key=lambda key: (key[0] == "strong", key[1]))
+        ]
         FOLDER.mkdir(parents=True, exist_ok=True)
-        file = FOLDER / f"{given.model}.json"
-        file.write_text(json.dumps(about | {"rows": found}, indent=1) + "\n")
+        file.write_text(json.dumps(about | {"rows": ordered}, indent=1) + "\n")
     return 0
 
 
