@@ -127,7 +127,7 @@ def draw_mfu(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
             color=hue,
             label=label,
         )
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 50)
     axes.set_ylabel("% of the devices' peak", fontsize=9)
 
 

@@ -69,7 +69,9 @@ def main() -> int:
             found[key] for key in sorted(found, key=lambda key: (key[0] == "strong", key[1]))
         ]
         FOLDER.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(about | {"rows": ordered}, indent=1) + "\n")
+        file.write_text(
+            json.dumps(about | {"rows": [found[key] for key in order]}, indent=1) + "\n"
+        )
     return 0
 
 
