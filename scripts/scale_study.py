@@ -65,9 +65,7 @@ def main() -> int:
         row |= searched(config, f"{given.cluster}x{devices}", batch)
         found[scaling, devices] = row
         print(scaling, devices, batch, row.get("chosen", row.get("refused")), flush=True)
-        ordered = [
-            found[key] for key in sorted(found, key=lambda key: (key[0] == "strong", key[1]))
-        ]
+        order = sorted(found, key=lambda key: (SCALINGS.index(key[0]), key[1]))
         FOLDER.mkdir(parents=True, exist_ok=True)
         file.write_text(
             json.dumps(about | {"rows": [found[key] for key in order]}, indent=1) + "\n"
