@@ -17,11 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import interlace.presets
-from interlace.config import DataConfig, RunConfig
+from interlace.cli.run_file import load_run_config
+from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.hardware.cluster_size import load_sized_cluster
-from interlace.model_config import ModelConfig
 from interlace.rules import check
 from interlace.strategy.contributions import contributions
 from interlace.strategy.job_layout import JobLayout, with_layout
@@ -29,7 +28,6 @@ from interlace.strategy.layout_search import in_16_bits, search_layouts
 from interlace.strategy.layout_space import ONE_CHUNK, TWO_CHUNKS, LayoutSpace
 from interlace.strategy.lower_bounds import interleaves
 from interlace.strategy.simulated_job import SimulatedJob, parts_of, simulate_job
-from interlace.toml_text import read_toml
 
 FOLDER = Path(__file__).resolve().parents[1] / "bench" / "results" / "scale"
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 98304)
@@ -75,9 +73,7 @@ def main() -> int:
 
 def config_of(model: str, sequence: int) -> RunConfig:
     """A run of a preset with sequences so long."""
-    path = Path(interlace.presets.__path__[0]) / "models" / f"{model}.toml"
-    shape = ModelConfig(**read_toml(path)[0]["model"])
-    return in_16_bits(RunConfig(model=shape, data=DataConfig(sequence_length=sequence)))
+    return in_16_bits(load_run_config(model, {"data.sequence_length": str(sequence)}))
 
 
 def jobs(sizes: list[int]) -> Iterator[tuple[str, int, int]]:
