@@ -21,9 +21,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 PARTS = (
     ("waits for tensor ranks", "#2f6fd0", ("tp",)),
-    ("waits for experts", "#7a4fc2", ("ep",)),
+    ("waits for experts", "#7a4fc2", ("ep", "ep_counts")),
     ("waits for context ranks", "#c2448f", ("cp",)),
-    ("waits for replicas", "#12918a", ("dp_shard", "dp_replicate")),
+    (
+        "waits for replicas",
+        "#12918a",
+        ("dp_shard", "dp_replicate", "ep_dp_shard", "ep_dp_replicate"),
+    ),
 )
 BUBBLE = ("waits for other stages", "#e08a1e")
 QUICK, SLOW = Failures(), Failures(detect_s=1800, restart_s=300)
