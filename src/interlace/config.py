@@ -198,7 +198,7 @@ class PlanConfig:
     """Compute the times of operators for this cluster, a name or a file, and measure nothing at
     start-up: it is sooner over, and the plan is as good as the file."""
     cache: bool = True
-    """Keep measured times on disk, by graph and machine."""
+    """Keep measured times on disk, by graph and machine, and layouts that were searched."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from interlace.report.strategy_tables import strategy_data, strategy_summary
 from interlace.rules import check, resolve_layout
 from interlace.strategy.contributions import contributions
 from interlace.strategy.expected_error import ERRORS
-from interlace.strategy.job_layout import layout_of, with_layout
+from interlace.strategy.job_layout import JobLayout, layout_of, with_layout
 from interlace.strategy.layout_search import SPARE, search_layouts
 from interlace.strategy.layout_space import LayoutSpace
 from interlace.strategy.lower_bounds import Bounds
@@ -113,6 +113,29 @@ def random_space(draw):
     )
     devices = draw.choice([1, 2, 4, 8, 16])
     return space_of(config, f"a100-80x{devices}", draw.choice([4, 12, 16, 24]))
+
+
+def test_times_that_layouts_share_are_those_of_each():
+    """Bounds keep times of passes for layouts alike but for their shards, whose exchanges once a
+    step are their own: the same step as without what is shared, of 8 shards and of 512."""
+    space = space_of(cluster="a100-80x4096", global_batch=8192)
+    bounds, steps = Bounds(space.config, space.cluster), []
+    for shards in (8, 64, 512):
+        layout = JobLayout(
+            data_replicate=512 // shards,
+            data_shard=shards,
+            tensor=4,
+            pipeline=2,
+            zero=1,
+            schedule="one_f_one_b",
+            micro_batches=16,
+        )
+        alone = simulate_job(space.config, space.cluster, layout)
+        shared = simulate_job(space.config, space.cluster, layout, bounds.parts(layout))
+        assert shared.step.step_ns == alone.step.step_ns
+        assert shared.exposed_s == alone.exposed_s
+        steps.append(shared.exposed_s["dp_shard"])
+    assert steps == sorted(set(steps))
 
 
 def test_what_is_proposed_keeps_the_rules():

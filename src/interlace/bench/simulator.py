@@ -4,13 +4,21 @@ Computes the step of every row of `presets/measured/training.csv` that the model
 which it does not. Then two numbers for each source, a factor on the rates of its devices and the
 host's time per operator, are fitted to every third row and held against the others. Needs no GPU
 and no second process; takes seconds. Single matmuls are held against measured ones as well, and
-published factors of two strands over one against `interlace.strategy`.
+published factors of two strands over one against `interlace.strategy`. What other simulators said
+of the same rows stands beside ours, as it was recorded.
 """
 
 from pathlib import Path
 
 from interlace.bench.results import ResultRow, environment, write_json
 from interlace.bench.simulator_matmuls import MatmulScore, matmul_scores
+from interlace.bench.simulator_peers import (
+    PeerScore,
+    RowsScore,
+    peer_rows,
+    peer_scores,
+    recorded_on,
+)
 from interlace.bench.simulator_rows import measured_rows
 from interlace.bench.simulator_scores import SourceScore, score_source
 from interlace.bench.simulator_strands import (
@@ -44,10 +52,14 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     for every fourth of their rows; all others take seconds."""
     sources = list(measured_rows().values())
     scores = [score for rows in sources if (score := score_source(rows)) is not None]
-    print(aligned(_HEADER, [_cells(score) for score in scores], text_columns=1))
+    peers = {rows.name: peer_scores(rows) for rows in sources}
+    table = [line for score in scores for line in _lines(score, peers[score.name])]
+    print(aligned(_HEADER, table, text_columns=1))
     print("\nerror, bias, rank (Spearman): all rows, nothing fitted")
     print("held out, fitted: the two thirds that the fit did not see, before and after it")
     print("memory: error of the peak of a rank, where it is known")
+    print(f"indented: other simulators, recorded ({recorded_on()}; not run here), with one factor")
+    print("  on all of their times fitted; `same rows` is ours on theirs, fitted in the same way")
     print("\nleft out:")
     for rows in sources:
         for reason, count in rows.left_out.items():
@@ -63,6 +75,7 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     print(f"{within(strands)} of {len(strands)}")
     if json_path is not None:
         result = [row for score in scores for row in result_rows(score)]
+        result += peer_rows([each for found in peers.values() for each in found])
         result += [matmul_row(each) for each in matmuls]
         result += strand_rows(strands)
         write_json(json_path, "simulator", environment("no link: computed"), result)
@@ -113,23 +126,50 @@ def matmul_row(score: MatmulScore) -> ResultRow:
     )
 
 
+def _lines(score: SourceScore, peers: list[PeerScore]) -> list[tuple[str, ...]]:
+    """A source as lines of the table, with those of its peers."""
+    found = [_cells(score)]
+    for each in peers:
+        found.append(_peer_cells(f"  {each.peer}", each.theirs, score.rows))
+        found.append(_peer_cells("  same rows", each.ours, score.rows))
+    return found
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _plain(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _peer_cells(name: str, score: RowsScore, rows: int) -> tuple[str, ...]:
+    return (
+        name,
+        str(score.rows),
+        str(rows - score.rows),
+        _share(score.error),
+        _share(score.bias),
+        _share(score.held_out),
+        _share(score.fitted),
+        _plain(score.speed, 2),
+        "-",
+        _plain(score.rank_correlation, 2),
+        _share(score.memory_error),
+    )
+
+
 def _cells(score: SourceScore) -> tuple[str, ...]:
-    def share(value: float | None) -> str:
-        return "-" if value is None else f"{100 * value:.1f} %"
-
-    def plain(value: float | None, digits: int) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
     return (
         score.name,
         str(score.rows),
         str(sum(score.left_out.values())),
-        share(score.before),
-        share(score.bias),
-        share(score.unfitted),
-        share(score.after),
-        plain(score.speed, 2),
-        plain(score.launch_us, 0),
-        plain(score.rank_correlation, 2),
-        share(score.memory_error),
+        _share(score.before),
+        _share(score.bias),
+        _share(score.unfitted),
+        _share(score.after),
+        _plain(score.speed, 2),
+        _plain(score.launch_us, 0),
+        _plain(score.rank_correlation, 2),
+        _share(score.memory_error),
     )

@@ -35,6 +35,10 @@ class MeasuredStep:
     job: StepJob
     seconds: float
     memory_gib: float | None
+    table: str
+    """The file in `presets/measured`."""
+    row: int
+    """Of the table, the first below its header being 1."""
 
 
 @dataclass
@@ -113,7 +117,8 @@ def measured_rows() -> dict[str, SourceRows]:
 def _table(name: str) -> list[dict[str, str]]:
     file = Path(interlace.presets.__path__[0]) / "measured" / name
     with file.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
+        rows = enumerate(csv.DictReader(lines), start=1)
+        return [row | {"table": name, "number": str(number)} for number, row in rows]
 
 
 def _one_host(row: dict[str, str]) -> dict[str, str]:
@@ -180,4 +185,11 @@ def _step(row: dict[str, str], cluster: Cluster) -> MeasuredStep:
         **settings,
     )
     memory = float(row["memory_gib"]) if row["memory_gib"] else None
-    return MeasuredStep(cluster, job, float(row["step_time_s"]), memory)
+    return MeasuredStep(
+        cluster=cluster,
+        job=job,
+        seconds=float(row["step_time_s"]),
+        memory_gib=memory,
+        table=row["table"],
+        row=int(row["number"]),
+    )

@@ -11,10 +11,11 @@ from interlace.config import PipelineConfig, RunConfig
 from interlace.errors import InputError
 from interlace.hardware.cluster_size import load_sized_cluster
 from interlace.report.strategy_tables import strategy_data, strategy_summary
-from interlace.run_files import write_whole
+from interlace.run_files import cache_directory, write_whole
 from interlace.strategy.contributions import contributions
-from interlace.strategy.layout_search import in_16_bits, search_layouts
+from interlace.strategy.layout_search import in_16_bits
 from interlace.strategy.layout_space import LayoutSpace
+from interlace.strategy.search_cache import cached_search
 
 
 def plan_strategy(
@@ -52,7 +53,8 @@ def plan_strategy(
         global_batch=global_batch,
         expert_load=expert_load,
     )
-    found = search_layouts(space, _say)
+    folder = cache_directory("layouts") if config.plan.cache else None
+    found = cached_search(space, folder, _say)
     parts = contributions(found.chosen)
     _say(f"\n{strategy_summary(found, parts)}\n")
     run = found.run()

@@ -16,5 +16,7 @@ layout_space.py     all layouts that a run file may have on so many devices
 lower_bounds.py     times and memory that no simulation of a layout goes below
 steady_step.py      a long step from two shorter ones
 layout_search.py    the best layouts: bounds for all, simulation for the best few
+goodput.py          what failures and checkpoints leave of a job's time
+search_cache.py     searches kept on disk by what went into them
 contributions.py    what each technique of a layout gives
 """

@@ -14,7 +14,7 @@ ERRORS: dict[str, tuple[float, str]] = {
     "A100": (0.074, "vTrain, A100-SXM"),
     "H100": (0.153, "torchtitan, H100-96G"),
     "B200": (0.060, "SimuMax, B200-SXM"),
-    "GH200": (0.581, "Sailor, GH200-96G"),
+    "GH200": (0.583, "Sailor, GH200-96G"),
 }
 """By class of GPU: error of held-out rows with nothing fitted, and of which source. torchtitan's
 rows are those of a program like the trainer's: PyTorch's own operators on H100."""

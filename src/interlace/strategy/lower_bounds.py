@@ -7,7 +7,7 @@ carries. Memory is what is there all the time, and the forwards that the schedul
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from interlace.config import RunConfig
@@ -59,6 +59,8 @@ class Bounds:
             layout.expert_load,
         )
         times = self._times.setdefault(key, parts.times)
+        # Only times of passes are shared: what is exchanged once a step has links of its own.
+        times = replace(times, operators=parts.times.operators)
         return JobParts(parts.job, parts.links, times)
 
     def least_bytes(self, layout: JobLayout, room: float) -> float:
