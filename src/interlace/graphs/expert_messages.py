@@ -28,7 +28,8 @@ def start_rows(
     tokens = _places(sent, range(len(sent)))
     experts = _places(received, by_expert(own, ranks))
     rows = rows.contiguous()
-    out = rows.new_empty(sum(received) if forth else rows_out, rows.shape[1])
+    # Of a group of experts `rows_out` is nominal, and more may have been sent.
+    out = rows.new_empty(sum(received) if forth else max(rows_out, sum(sent)), rows.shape[1])
     if not forth:
         out[sum(sent) :] = 0
     leaving, arriving = (tokens, experts) if forth else (experts, tokens)
