@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from processes import gloo_group, run_ranks
 from test_expert_overlap import CASES, PLAN, RANKS, Layers, output
 from torch import Tensor, nn
@@ -17,6 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from interlace.api import compile_step
 from interlace.config import OverlapConfig
+from interlace.experts.pieces import (
+    EXPERT_ROWS,
+    counts_of_piece,
+    token_rows_of_piece,
+    token_rows_of_pieces,
+)
 from interlace.parallel.expert import apply_expert_parallel
 
 pytestmark = pytest.mark.gloo
@@ -128,3 +136,27 @@ def test_groups_compute_what_whole_exchanges_do() -> None:
             assert way["strands"] == sorted(["backward", "forward"] * way["layers"]), (name, way)
             groups = GROUPS[name.rpartition(": ")[2]]
             assert way["pieces"] == [groups] * 2 * way["layers"], (name, way)
+
+
+@given(
+    sent=st.lists(st.integers(0, 4), min_size=6, max_size=6),
+    dropped=st.integers(0, 3),
+    ends=st.sampled_from([(3,), (1, 3), (2, 3), (1, 2, 3)]),
+)
+def test_rows_of_pieces_are_all_rows(sent: list[int], dropped: int, ends: tuple[int, ...]) -> None:
+    """On the side of the tokens of 2 ranks with 3 experts each, and on that of the experts; also
+    where experts have no rows."""
+    counts, total = torch.tensor([sent, sent]), sum(sent)
+    tokens = torch.arange(float(total + dropped))[:, None].expand(-1, 2)
+    by_expert = torch.arange(float(total))[:, None]
+    taken, cut, first = [], [], 0
+    for last in ends:
+        of_piece = counts_of_piece(counts, 2, first, last)
+        taken.append(token_rows_of_piece(tokens, counts, 2, first, last, 0))
+        cut.append(EXPERT_ROWS(by_expert, counts, 2, first, last, 0, 0))
+        assert len(taken[-1]) == len(cut[-1]) == of_piece[0].sum() == of_piece[1].sum()
+        first = last
+    whole = token_rows_of_pieces(taken, counts, 2, ends, total + dropped)
+    assert torch.equal(whole[:total], tokens[:total])
+    assert not whole[total:].any()
+    assert torch.equal(torch.cat(cut), by_expert)

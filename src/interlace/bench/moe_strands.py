@@ -6,7 +6,9 @@ follows the rate of the link at which they take equally long with balanced routi
 lie whole on both ranks, and their gradients are summed once a step. Routing is balanced, or skewed
 by Zipf's law over experts, of which the first rank holds the most popular ones. All ways take turns
 step by step in one run; a step is all micro-batches and the sums over ranks, without the optimizer.
-The first steps of each way are not counted. All-to-alls run whole: none is decomposed.
+The first steps of each way are not counted. All-to-alls run whole, but for two of the ways: in
+`groups` a step of one strand cuts each into two, by groups of experts; in `both` only the first
+forward and the last backward do, and all other passes are two strands.
 """
 
 import json
@@ -26,7 +28,9 @@ from interlace.lab import hosts
 
 EAGER, ONE, TWO, FIXED = "eager", "one strand", "two strands", "fixed order"
 """Ways of running a step."""
-WAYS = (EAGER, ONE, TWO, FIXED)
+GROUPS, BOTH = "groups", "both"
+"""Ways in which exchanges are cut."""
+WAYS = (EAGER, ONE, GROUPS, TWO, FIXED, BOTH)
 """In the order of their turns."""
 ROUTINGS = ("balanced", "skewed")
 """How experts are drawn."""
@@ -35,8 +39,8 @@ CALIBRATION_RATE = "300mbit"
 """Rate of the link in the short run that says how long compute and all-to-all take."""
 _RANKS = 2
 _FULL = MoeSize(
-    layers=2, width=256, ffn_width=768, heads=4, experts=8, words=256, batch=2, length=192,
-    micro_batches=8, repeats=4, recorded=2,
+    layers=3, width=256, ffn_width=768, heads=4, experts=8, words=256, batch=2, length=192,
+    micro_batches=12, repeats=4, recorded=2,
 )  # fmt: skip
 """What the file of results was measured with."""
 _QUICK = MoeSize(
@@ -104,10 +108,15 @@ def rows_of(routing: str, found: Mapping[str, Any]) -> list[ResultRow]:
         for rival, metric in _RIVALS.items()
         if rival in times
     ]
+    rows += [
+        speedup(routing, f"{way}_vs_{rival.replace(' ', '_')}", times[way], times[rival])
+        for way, rival in ((GROUPS, ONE), (BOTH, TWO), (BOTH, EAGER))
+        if way in times and rival in times
+    ]
     for name, own in records.items():
         case = f"{routing}, {name}"
         rows.append(_hidden(case, "hidden_fraction", own, ""))
-        if name != ONE:
+        if name not in (ONE, GROUPS):
             rows.append(_hidden(case, "steady_hidden_fraction", own, "steady_"))
         rows.append(_predicted(case, predicted[name] / 1e6, times[name]))
     return rows
