@@ -91,6 +91,10 @@ def match_experts(back: fx.Node) -> ExpertRegion | str:
         return "another collective stands between the exchanges"
     if region.experts < 2:
         return "a rank has one expert"
+    inside = {back, *region.between}
+    for node in region.between:
+        if not isinstance(node.meta["val"], Tensor) and not inside.issuperset(node.users):
+            return f"others read a part of {node.target}"
     if _rows(region.forth) < region.experts or _rows(region.back) < region.experts:
         return f"{_rows(region.forth)} rows are fewer than the experts of a rank"
     return region
