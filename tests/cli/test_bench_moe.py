@@ -151,9 +151,8 @@ def test_all_ways_run_and_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
     assert "speedup_vs_fixed_order" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]
     found = {(row["case"], row["metric"]) for row in rows}
-    for routing in ROUTINGS:
-        assert (routing, "speedup_vs_eager") in found
+    for case in [*ROUTINGS, *(f"{routing}, 4 ranks, emulated compute" for routing in ROUTINGS)]:
+        assert (case, "speedup_vs_eager") in found
         assert {
-            (f"{routing}, {way}", "predicted_over_measured")
-            for way in (ONE, GROUPS, TWO, FIXED, BOTH)
+            (f"{case}, {way}", "predicted_over_measured") for way in (ONE, GROUPS, TWO, FIXED, BOTH)
         } <= found

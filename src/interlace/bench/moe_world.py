@@ -7,7 +7,8 @@ are compared before: all of ours bit for bit, eager PyTorch's within rounding.
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.bench.decompose_emulated import emulated_compute
 from interlace.bench.moe_model import MoeLlama, MoeSize, imbalance, micro_batches, set_weights
 from interlace.bench.moe_order import fixed_plan
 from interlace.bench.moe_rivals import EagerExperts, deal_experts, eager_step
@@ -90,13 +92,19 @@ class MoeWays:
         set_weights(self.eager)
         deal_experts(self.eager)
 
+    def emulated(self) -> AbstractContextManager[Callable[[], None]]:
+        """Inside, matmuls sleep if this bench emulates compute; yields what forgets late sleeps."""
+        rate = self.size.flops_per_s
+        return emulated_compute(rate) if rate else nullcontext(lambda: None)
+
     def use(self, routing: str) -> None:
         """Plan for this routing and the link as it is. Collective."""
         self.batches = self._batches(routing)
-        self.costs = profile_strands(
-            self.both, self.batches[0], "cpu", self._constants, repeats=_PROFILED,
-            machine="bench",
-        )  # fmt: skip
+        with self.emulated():
+            self.costs = profile_strands(
+                self.both, self.batches[0], "cpu", self._constants, repeats=_PROFILED,
+                machine="bench",
+            )  # fmt: skip
         for name in (TWO, BOTH):
             self.plans[name] = make_plan(self.strands[name].op_graphs, self.costs, "merge")
         self.plans[FIXED] = fixed_plan(self.strands[FIXED].op_graphs)
@@ -116,7 +124,8 @@ class MoeWays:
     def recorded(self, name: str, count: int) -> list[dict[str, float]]:
         """What was seen in so many recorded steps: means over ranks."""
         step = self.steps[name]
-        return [_agreed(_seen(step.record(self.batches))) for _ in range(count)]
+        with self.emulated():
+            return [_agreed(_seen(step.record(self.batches))) for _ in range(count)]
 
     def way(self, name: str) -> Way:
         """Runs a step that way."""
@@ -147,12 +156,21 @@ def measure_routing(ways: MoeWays, routing: str) -> dict[str, Any]:
     # Of groups the last bits may follow from where rows lie in memory.
     others = (EAGER, GROUPS, BOTH)
     check_bits({name: run for name, run in runs.items() if name not in others}, ways.batches)
+    with ways.emulated() as forget:
+        timed = {name: partial(_afresh, run, forget) for name, run in runs.items()}
+        times = take_turns(timed, ways.batches, size.repeats)
     return {
-        "times": take_turns(runs, ways.batches, size.repeats),
+        "times": times,
         "records": {name: ways.recorded(name, size.recorded) for name in ways.steps},
         "predicted_ns": {name: ways.predicted_ns(name) for name in ways.steps},
         "load": _load(size, ways.batches),
     }
+
+
+def _afresh(way: Way, forget: Callable[[], None], batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+    """A step whose sleeps are not shortened by those of the step before."""
+    forget()
+    return way(batches)
 
 
 def _told(case: dict[str, Any]) -> str:
