@@ -163,9 +163,10 @@ class OverlapConfig:
     decompose: DecomposeVariant = "off"
     """`auto` decides for each collective by measured or computed costs, and may leave it whole;
     `ring`, `direct` and `bidirectional` are CommFuse's forms, used wherever they fit; `slicing`
-    cuts the rows into `pieces` collectives, as Megatron and MindSpeed do."""
+    cuts the rows into `pieces` collectives, as Megatron and MindSpeed do. Exchanges of experts are
+    cut by groups of experts with each of them."""
     pieces: int = 0
-    """Slices per rank (with `slicing`: slices in all); 0 lets costs decide."""
+    """Slices per rank (with `slicing`: slices in all; of experts groups); 0 lets costs decide."""
     passes: Passes = "auto"
     """Which passes of a step run decomposed: `all`, or its `ends`, the first forward and the last
     backward, which with two strands have no other strand beside them. `auto`: with two strands and

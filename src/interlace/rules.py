@@ -216,7 +216,9 @@ def _check_expert_ranks(parallel: ParallelConfig) -> None:
             f"parallel.expert = {parallel.expert} does not fit into the {ranks} ranks that see "
             f"other tokens: data_replicate {parallel.data_replicate} x data_shard "
             f"{parallel.data_shard} x context {parallel.context}",
-            hint="parallel.expert divides data_shard x context, or is a multiple of it that "
+            hint=f"set parallel.data_shard = {parallel.expert} beside it"
+            if ranks == 1
+            else "parallel.expert divides data_shard x context, or is a multiple of it that "
             "divides all of these ranks",
         )
 

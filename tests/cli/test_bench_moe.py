@@ -9,7 +9,17 @@ import torch
 from interlace.__main__ import main
 from interlace.bench.moe_model import MoeSize, imbalance, micro_batches
 from interlace.bench.moe_order import EXCHANGE, fixed_plan
-from interlace.bench.moe_strands import EAGER, FIXED, ONE, ROUTINGS, TWO, rate_for, rows_of
+from interlace.bench.moe_strands import (
+    BOTH,
+    EAGER,
+    FIXED,
+    GROUPS,
+    ONE,
+    ROUTINGS,
+    TWO,
+    rate_for,
+    rows_of,
+)
 from interlace.errors import InputError
 from interlace.ir.graph import Kind, Operator, OpGraph
 from interlace.lab import hosts
@@ -101,10 +111,11 @@ def found_of(two: list[int]) -> dict[str, object]:
         "steady_busy": 30 * MS, "steady_exposed": 3 * MS,
     }  # fmt: skip
     times = {EAGER: [100 * MS, 110 * MS], ONE: [90 * MS, 99 * MS], FIXED: [60 * MS, 66 * MS]}
+    times |= {GROUPS: [75 * MS, 75 * MS], BOTH: [40 * MS, 44 * MS]}
     return {
         "times": {**times, TWO: two},
-        "records": {name: [record] for name in (ONE, TWO, FIXED)},
-        "predicted_ns": {ONE: 90 * MS, TWO: 45 * MS, FIXED: 60 * MS},
+        "records": {name: [record] for name in (ONE, TWO, FIXED, GROUPS)},
+        "predicted_ns": {ONE: 90 * MS, TWO: 45 * MS, FIXED: 60 * MS, GROUPS: 75 * MS},
         "load": {"expert": 2.5, "rank": 1.5},
     }
 
@@ -115,6 +126,9 @@ def test_rows_are_ratios_of_what_was_found() -> None:
     assert rows["skewed", "speedup_vs_eager"].ratio == pytest.approx(2)
     assert rows["skewed", "speedup_vs_one_strand"].ratio == pytest.approx(1.8)
     assert rows["skewed", "speedup_vs_fixed_order"].ratio == pytest.approx(1.2)
+    assert rows["skewed", "groups_vs_one_strand"].ratio == pytest.approx(94.5 / 75)
+    assert rows["skewed", "both_vs_two_strands"].ratio == pytest.approx(1.25)
+    assert rows["skewed", "both_vs_eager"].ratio == pytest.approx(2.5)
     assert rows["skewed", "largest_over_mean_rows_of_rank"].ratio == 1.5
     assert rows["skewed", "all_to_all_over_compute"].ratio == pytest.approx(0.8)
     assert rows[f"skewed, {TWO}", "hidden_fraction"].ratio == pytest.approx(0.75)
@@ -137,8 +151,8 @@ def test_all_ways_run_and_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
     assert "speedup_vs_fixed_order" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]
     found = {(row["case"], row["metric"]) for row in rows}
-    for routing in ROUTINGS:
-        assert (routing, "speedup_vs_eager") in found
+    for case in [*ROUTINGS, *(f"{routing}, 4 ranks, emulated compute" for routing in ROUTINGS)]:
+        assert (case, "speedup_vs_eager") in found
         assert {
-            (f"{routing}, {way}", "predicted_over_measured") for way in (ONE, TWO, FIXED)
+            (f"{case}, {way}", "predicted_over_measured") for way in (ONE, GROUPS, TWO, FIXED, BOTH)
         } <= found

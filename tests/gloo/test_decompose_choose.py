@@ -26,7 +26,7 @@ from interlace.decompose.sites import Site, SiteKind
 from interlace.errors import InputError
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.graph import Kind
-from interlace.sim.decomposed import decomposed_ns
+from interlace.sim.decomposed import by_expert_ns, decomposed_ns
 from interlace.train.planning import trace_fake
 
 SCALAR_BYTES = 8
@@ -86,6 +86,18 @@ def test_ways_fit_the_site() -> None:
     assert {v for v, _ in ways_of(site(), Request(variant="auto"))} == {"ring", "bidirectional"}
     assert ways_of(site(rows=3), Request(variant="ring", pieces=8)) == [("ring", 3)]
     assert ways_of(site(rows=6), Request(variant="slicing")) == [("slicing", 3)]
+
+
+def test_experts_are_cut_into_groups_of_experts() -> None:
+    """Of a number that a rank has; by the times of a pipeline of exchanges and groups."""
+    of = replace(site(), kind="expert_exchange", experts=3, back="back")
+    assert ways_of(of, Request(variant="auto")) == [("by_expert", 2), ("by_expert", 3)]
+    assert ways_of(of, Request(variant="ring", pieces=2)) == [("by_expert", 2)]
+    found = chosen(of, Request(variant="auto"), 1200, 600, plain_ns=2400)
+    assert (found.variant, found.pieces) == ("by_expert", 3)
+    assert found.chosen_ns == by_expert_ns(400, 200, groups=3) == 200 + 3 * 400 + 200
+    fixed = chosen(of, Request(variant="ring", pieces=5), 1200, 600, plain_ns=2400)
+    assert (fixed.pieces, fixed.reason) == (3, "5 pieces do not fit 3 experts of a rank")
 
 
 def test_attention_is_cut_too_where_the_projection_alone_hides_too_little() -> None:

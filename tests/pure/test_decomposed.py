@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
 from interlace.sim.decomposed import (
+    by_expert_ns,
     compute_only_ns,
     decomposed_ns,
     overhead_ns,
@@ -189,3 +190,20 @@ def test_times_and_counts_that_mean_nothing_are_refused(arguments: dict[str, Any
     known: dict[str, Any] = {"compute_ns": 1, "transfer_ns": 1, **arguments}
     with pytest.raises(AssertionError):
         decomposed_ns(**known)
+
+
+@pytest.mark.parametrize(
+    ("compute_ns", "exchange_ns", "groups", "expected"),
+    [
+        (100, 40, 1, 180),  # nothing beside anything
+        (50, 20, 2, 20 + 100 + 20),  # compute hides all but the first and the last exchange
+        (20, 50, 2, 4 * 50),  # the link is never idle
+        (30, 30, 4, 8 * 30),
+        (0, 10, 3, 60),
+    ],
+)
+def test_groups_of_experts_follow_each_other(
+    compute_ns: int, exchange_ns: int, groups: int, expected: int
+) -> None:
+    """One exchange at a time; a group computes when its rows are there."""
+    assert by_expert_ns(compute_ns, exchange_ns, groups=groups) == expected

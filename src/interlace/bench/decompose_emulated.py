@@ -1,5 +1,5 @@
-"""Matmuls, convolutions and attention that take a given time: asleep instead of computing, for more
-ranks than there are cores, or paced, for cores that others slow down."""
+"""Matmuls, those of experts too, convolutions and attention that take a given time: asleep instead
+of computing, for more ranks than there are cores, or paced, for cores that others slow down."""
 
 import math
 import time
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from interlace.experts.grouped import ADD_WEIGHT_GRADIENT, MATMUL, WEIGHT_GRADIENT
 from interlace.graphs.torch_private import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -48,6 +49,14 @@ _CONVOLUTIONS: Mapping[Any, Callable[[Sequence[Any]], Any]] = {
     aten.convolution_backward: _convolution_gradients,
 }
 """What a convolution gives that is pretended; none of ours is transposed."""
+
+
+_EXPERTS: Mapping[Any, Callable[[Sequence[Any]], Tensor]] = {
+    MATMUL: lambda a: a[0].new_zeros(a[0].shape[0], a[1].shape[2 if a[4] else 1]),
+    WEIGHT_GRADIENT: lambda a: a[0].new_zeros(a[2].shape[1] // a[3], a[0].shape[1], a[1].shape[1]),
+    ADD_WEIGHT_GRADIENT: lambda a: a[0],
+}
+"""What matmuls of experts give that are pretended."""
 
 
 @contextmanager
@@ -102,6 +111,9 @@ class _Sleeping(TorchDispatchMode):
             zeros = partial(_attention_zeros, values)
             flops = count * _attention_flops(values)
             return self._slept(flops, computed if self.paced else zeros)
+        if func in _EXPERTS:
+            zeros = partial(_EXPERTS[func], args)
+            return self._slept(_expert_flops(func, args), computed if self.paced else zeros)
         if func.overloadpacket in _CONVOLUTIONS:
             zeros = partial(_CONVOLUTIONS[func.overloadpacket], args)
             return self._slept(_convolution_flops(args), computed if self.paced else zeros)
@@ -127,6 +139,16 @@ def _matmul_zeros(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return args[0]
     left, right = [value for value in args if isinstance(value, Tensor)][-2:]
     return left.new_zeros((*left.shape[:-1], right.shape[-1]))
+
+
+def _expert_flops(func: Any, args: Sequence[Any]) -> int:
+    """2 x rows x columns x columns: rows of the first operand that is no buffer, which has as many
+    as were routed."""
+    if func == MATMUL:
+        rows, weight = args[:2]
+        return 2 * rows.shape[0] * weight.shape[1] * weight.shape[2]
+    gradient, rows = args[1:3] if func == ADD_WEIGHT_GRADIENT else args[:2]
+    return 2 * rows.shape[0] * rows.shape[1] * gradient.shape[1]
 
 
 def _attention_flops(values: Mapping[str, Any]) -> int:

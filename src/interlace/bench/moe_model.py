@@ -38,6 +38,9 @@ class MoeSize:
     recorded: int
     """Steps of each of our ways that are recorded."""
     per_token: int = 2
+    ranks: int = 2
+    flops_per_s: float = 0.0
+    """Of emulated compute: matmuls and attention sleep. 0: they are computed."""
 
     @property
     def tokens(self) -> int:

@@ -1,19 +1,23 @@
 """Experts under two strands against one strand, eager PyTorch, and the order fixed by hand.
 
 Two ranks, one core each, share the experts of a Llama in float32 (dropless, top-2, SwiGLU) over a
-link of a lab. A short run of one strand says how long compute and all-to-all take; from that
-follows the rate of the link at which they take equally long with balanced routing. Other weights
-lie whole on both ranks, and their gradients are summed once a step. Routing is balanced, or skewed
-by Zipf's law over experts, of which the first rank holds the most popular ones. All ways take turns
-step by step in one run; a step is all micro-batches and the sums over ranks, without the optimizer.
-The first steps of each way are not counted. All-to-alls run whole: none is decomposed.
+link of a lab; then four ranks, for which there are too few cores, so that compute is emulated:
+matmuls and attention sleep for their FLOPs, all else is real. A short run of one strand says how
+long compute and all-to-all take; from that follows the rate of the link at which they take equally
+long with balanced routing. Other weights lie whole on all ranks, and their gradients are summed
+once a step. Routing is balanced, or skewed by Zipf's law over experts, of which the first rank
+holds the most popular ones. All ways take turns step by step in one run; a step is all
+micro-batches and the sums over ranks, without the optimizer. The first steps of each way are not
+counted. All-to-alls run whole, but for two of the ways: in `groups` a step of one strand cuts each
+into two, by groups of experts; in `both` only the first forward and the last backward do, and all
+other passes are two strands.
 """
 
 import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,24 +30,31 @@ from interlace.lab import hosts
 
 EAGER, ONE, TWO, FIXED = "eager", "one strand", "two strands", "fixed order"
 """Ways of running a step."""
-WAYS = (EAGER, ONE, TWO, FIXED)
+GROUPS, BOTH = "groups", "both"
+"""Ways in which exchanges are cut."""
+WAYS = (EAGER, ONE, GROUPS, TWO, FIXED, BOTH)
 """In the order of their turns."""
+EMULATED = "emulated compute"
+"""What cases are called in which matmuls sleep."""
 ROUTINGS = ("balanced", "skewed")
 """How experts are drawn."""
 _RIVALS = {EAGER: "speedup_vs_eager", ONE: "speedup_vs_one_strand", FIXED: "speedup_vs_fixed_order"}
 CALIBRATION_RATE = "300mbit"
 """Rate of the link in the short run that says how long compute and all-to-all take."""
-_RANKS = 2
 _FULL = MoeSize(
-    layers=2, width=256, ffn_width=768, heads=4, experts=8, words=256, batch=2, length=192,
-    micro_batches=8, repeats=4, recorded=2,
+    layers=3, width=256, ffn_width=768, heads=4, experts=8, words=256, batch=2, length=192,
+    micro_batches=12, repeats=4, recorded=2,
 )  # fmt: skip
 """What the file of results was measured with."""
+_FOUR = replace(_FULL, ranks=4, micro_batches=8, repeats=3, flops_per_s=5e10)
+"""More ranks than cores, so compute is emulated."""
 _QUICK = MoeSize(
     layers=1, width=64, ffn_width=64, heads=2, experts=4, words=64, batch=1, length=64,
     micro_batches=2, repeats=1, recorded=1,
 )  # fmt: skip
 """A smaller model: that all runs."""
+_QUICK_FOUR = replace(_QUICK, ranks=4, experts=8, flops_per_s=1e9)
+"""The same with four ranks."""
 
 
 def run(*, quick: bool, json_path: Path | None) -> int:
@@ -54,15 +65,23 @@ def run(*, quick: bool, json_path: Path | None) -> int:
         raise InputError(
             f"no network namespaces here: {reason}", hint="run it as root on Linux, outside a lab"
         )
-    size = _QUICK if quick else _FULL
-    found = measure(size)
-    rate, cases = found["rate"], found["cases"]
-    rows = [row for routing in ROUTINGS for row in rows_of(routing, cases[routing])]
+    rows: list[ResultRow] = []
+    links = []
+    for size in (_QUICK, _QUICK_FOUR) if quick else (_FULL, _FOUR):
+        found = measure(size)
+        links.append(f"{found['rate']} for {size.ranks} hosts")
+        for routing in ROUTINGS:
+            rows += rows_of(case_of(routing, size), found["cases"][routing])
     print(bench_table([asdict(row) for row in rows]))
     if json_path is not None:
-        write_json(json_path, "moe_strands", environment(f"lab link {rate}"), rows)
+        write_json(json_path, "moe_strands", environment(f"lab links {', '.join(links)}"), rows)
         print(json_path)
     return 0
+
+
+def case_of(routing: str, size: MoeSize) -> str:
+    """`balanced`, or `balanced, 4 ranks, emulated compute`."""
+    return f"{routing}, {size.ranks} ranks, {EMULATED}" if size.flops_per_s else routing
 
 
 def rate_for(records: Sequence[Mapping[str, float]], rate: str) -> str:
@@ -80,7 +99,7 @@ def measure(size: MoeSize) -> dict[str, Any]:
         told.write_text(json.dumps(asdict(size)), encoding="utf-8")
         command = [sys.executable, "-m", "interlace.bench.moe_world", str(told), str(result)]
         rate = CALIBRATION_RATE
-        if code := hosts.run_in_lab(command, hosts=_RANKS, ranks_per_host=1, rate=rate):
+        if code := hosts.run_in_lab(command, hosts=size.ranks, ranks_per_host=1, rate=rate):
             raise RunError(
                 f"the ranks of the bench ended with exit code {code}",
                 hint="the message of a rank is above",
@@ -104,10 +123,15 @@ def rows_of(routing: str, found: Mapping[str, Any]) -> list[ResultRow]:
         for rival, metric in _RIVALS.items()
         if rival in times
     ]
+    rows += [
+        speedup(routing, f"{way}_vs_{rival.replace(' ', '_')}", times[way], times[rival])
+        for way, rival in ((GROUPS, ONE), (BOTH, TWO), (BOTH, EAGER))
+        if way in times and rival in times
+    ]
     for name, own in records.items():
         case = f"{routing}, {name}"
         rows.append(_hidden(case, "hidden_fraction", own, ""))
-        if name != ONE:
+        if name not in (ONE, GROUPS):
             rows.append(_hidden(case, "steady_hidden_fraction", own, "steady_"))
         rows.append(_predicted(case, predicted[name] / 1e6, times[name]))
     return rows

@@ -7,7 +7,9 @@ are compared before: all of ours bit for bit, eager PyTorch's within rounding.
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,13 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.bench.decompose_emulated import emulated_compute
 from interlace.bench.moe_model import MoeLlama, MoeSize, imbalance, micro_batches, set_weights
 from interlace.bench.moe_order import fixed_plan
 from interlace.bench.moe_rivals import EagerExperts, deal_experts, eager_step
 from interlace.bench.moe_strands import (
+    BOTH,
     CALIBRATION_RATE,
     EAGER,
     FIXED,
+    GROUPS,
     ONE,
     ROUTINGS,
     TWO,
@@ -30,18 +35,20 @@ from interlace.bench.moe_strands import (
     rate_for,
 )
 from interlace.bench.pipeline_world import LIMIT, Batch, Way, check_same, take_turns
-from interlace.config import ParallelConfig
+from interlace.config import OverlapConfig, ParallelConfig
 from interlace.errors import RunError
 from interlace.ir.graph import Kind
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline, compute_ns, steady_state
 from interlace.lab.hosts import set_own_rate
+from interlace.measure.site_times import decompose_of
 from interlace.measure.start_up import profile_strands
 from interlace.parallel.data import data_layout
 from interlace.parallel.expert import apply_expert_parallel
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import EXPERT_AXIS, build_meshes
 from interlace.ranks.launched import follow_launcher
+from interlace.runtime.candidates import with_ends
 from interlace.runtime.traced_strands import build_strands
 from interlace.search.planner import make_plan
 from interlace.sim.simulated_step import simulate_step
@@ -51,6 +58,8 @@ from interlace.train.weights import MasterWeights
 
 _PROFILED = 3
 """Runs of the graphs whose times a plan is made from."""
+_IN_GROUPS = OverlapConfig(decompose="slicing", pieces=2)
+"""Exchanges cut by two groups of experts."""
 _CALIBRATED = 2
 """Steps of one strand, behind the first, that say how long compute and all-to-all take."""
 
@@ -71,25 +80,36 @@ class MoeWays:
         data = data_layout(model, parallel, meshes, torch.float32)
         self.weights = MasterWeights(model, torch.float32, data=data, meshes=meshes)
         self.batches: list[Batch] = self._batches(ROUTINGS[0])
-        self.strands = build_strands(model, self.batches[0], meshes.axis_of_group, data=data)
-        self.plans: dict[str, Plan] = {ONE: self.strands.sequential}
-        self.steps: dict[str, Step] = {ONE: self._step(self.plans[ONE])}
+        build = partial(build_strands, model, self.batches[0], meshes.axis_of_group, data=data)
+        whole, groups = build(), build(decompose=decompose_of(_IN_GROUPS, torch.device("cpu")))
+        self.both = with_ends(whole, groups)
+        self.strands = {ONE: whole, TWO: whole, FIXED: whole, GROUPS: groups, BOTH: self.both}
+        self.plans: dict[str, Plan] = {
+            name: self.strands[name].sequential for name in (ONE, GROUPS)
+        }
+        self.steps: dict[str, Step] = {name: self._step(name) for name in self.plans}
         self.eager = MoeLlama(size, EagerExperts)
         set_weights(self.eager)
         deal_experts(self.eager)
 
+    def emulated(self) -> AbstractContextManager[Callable[[], None]]:
+        """Inside, matmuls sleep if this bench emulates compute; yields what forgets late sleeps."""
+        rate = self.size.flops_per_s
+        return emulated_compute(rate) if rate else nullcontext(lambda: None)
+
     def use(self, routing: str) -> None:
         """Plan for this routing and the link as it is. Collective."""
         self.batches = self._batches(routing)
-        graphs = self.strands.op_graphs
-        self.costs = profile_strands(
-            self.strands, self.batches[0], "cpu", self._constants, repeats=_PROFILED,
-            machine="bench",
-        )  # fmt: skip
-        self.plans[TWO] = make_plan(graphs, self.costs, "merge")
-        self.plans[FIXED] = fixed_plan(graphs)
-        for name in (TWO, FIXED):
-            self.steps[name] = self._step(self.plans[name])
+        with self.emulated():
+            self.costs = profile_strands(
+                self.both, self.batches[0], "cpu", self._constants, repeats=_PROFILED,
+                machine="bench",
+            )  # fmt: skip
+        for name in (TWO, BOTH):
+            self.plans[name] = make_plan(self.strands[name].op_graphs, self.costs, "merge")
+        self.plans[FIXED] = fixed_plan(self.strands[FIXED].op_graphs)
+        for name in (TWO, FIXED, BOTH):
+            self.steps[name] = self._step(name)
 
     def _batches(self, routing: str) -> list[Batch]:
         return micro_batches(self.size, dist.get_rank(), routing)
@@ -98,13 +118,14 @@ class MoeWays:
     def _constants(self) -> dict[tuple[str, str], Tensor]:
         return {**self.weights.constants(), **self.weights.buffers()}
 
-    def _step(self, plan: Plan) -> Step:
-        return planned_step(self.weights, self.strands, plan, self._constants)
+    def _step(self, name: str) -> Step:
+        return planned_step(self.weights, self.strands[name], self.plans[name], self._constants)
 
     def recorded(self, name: str, count: int) -> list[dict[str, float]]:
         """What was seen in so many recorded steps: means over ranks."""
         step = self.steps[name]
-        return [_agreed(_seen(step.record(self.batches))) for _ in range(count)]
+        with self.emulated():
+            return [_agreed(_seen(step.record(self.batches))) for _ in range(count)]
 
     def way(self, name: str) -> Way:
         """Runs a step that way."""
@@ -122,7 +143,7 @@ class MoeWays:
 
     def predicted_ns(self, name: str) -> int:
         """The simulator's step."""
-        graphs, count = self.strands.op_graphs, len(self.batches)
+        graphs, count = self.strands[name].op_graphs, len(self.batches)
         return simulate_step(self.plans[name], graphs, self.costs, count).length_ns
 
 
@@ -132,13 +153,24 @@ def measure_routing(ways: MoeWays, routing: str) -> dict[str, Any]:
     size = ways.size
     runs = {name: ways.way(name) for name in WAYS}
     check_same(runs, ways.batches)
-    check_bits({name: run for name, run in runs.items() if name != EAGER}, ways.batches)
+    # Of groups the last bits may follow from where rows lie in memory.
+    others = (EAGER, GROUPS, BOTH)
+    check_bits({name: run for name, run in runs.items() if name not in others}, ways.batches)
+    with ways.emulated() as forget:
+        timed = {name: partial(_afresh, run, forget) for name, run in runs.items()}
+        times = take_turns(timed, ways.batches, size.repeats)
     return {
-        "times": take_turns(runs, ways.batches, size.repeats),
+        "times": times,
         "records": {name: ways.recorded(name, size.recorded) for name in ways.steps},
         "predicted_ns": {name: ways.predicted_ns(name) for name in ways.steps},
         "load": _load(size, ways.batches),
     }
+
+
+def _afresh(way: Way, forget: Callable[[], None], batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+    """A step whose sleeps are not shortened by those of the step before."""
+    forget()
+    return way(batches)
 
 
 def _told(case: dict[str, Any]) -> str:

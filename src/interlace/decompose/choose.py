@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from interlace.decompose.sites import Site, blocks_of
 from interlace.errors import InputError
 from interlace.graphs.trace import StrandGraph
-from interlace.sim.decomposed import decomposed_ns
+from interlace.sim.decomposed import by_expert_ns, decomposed_ns
 
 PIECES = (1, 2, 4)
 """Tried where the number of pieces is left open."""
 SLICES = 4
 """Of data slicing where their number is left open."""
+BY_EXPERT = "by_expert"
+"""The variant of sites that are cut by groups of experts."""
+EXPERT_GROUPS = (2, 4)
+"""Tried where the number of groups is left open."""
 LEAST_GAIN = 0.03
 """Of the plain time; what slices cost beside their matmuls is not measured."""
 
@@ -32,7 +36,7 @@ class SliceTimes:
     compute_ns: int
     """All matmuls of the site, on the rows of one slice."""
     send_ns: int
-    """From rank to rank, all ranks at once."""
+    """From rank to rank, all ranks at once; of a group of experts one exchange."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +121,8 @@ def choose(
 def _misfit(site: Site, way: Way, request: Request) -> str:
     if not request.pieces or way[1] == request.pieces:
         return ""
-    return f"{request.pieces} pieces do not fit {site.rows} rows"
+    what = f"{site.experts} experts of a rank" if site.experts else f"{site.rows} rows"
+    return f"{request.pieces} pieces do not fit {what}"
 
 
 def with_attention_ns(site: Site, attention: Site, slices: SliceTimes) -> int:
@@ -129,7 +134,11 @@ def with_attention_ns(site: Site, attention: Site, slices: SliceTimes) -> int:
 
 
 def ways_of(site: Site, request: Request) -> list[Way]:
-    """The ways of `request` that fit a site. Between two ranks all rings are one way."""
+    """The ways of `request` that fit a site. Between two ranks all rings are one way, and experts
+    are cut in one way whatever the variant."""
+    if site.kind == "expert_exchange":
+        wanted = [request.pieces] if request.pieces else list(EXPERT_GROUPS)
+        return [(BY_EXPERT, each) for each in sorted({min(n, site.experts) for n in wanted})]
     if request.variant == "slicing":
         return [("slicing", blocks_of(site.rows, request.pieces or SLICES))]
     variants = [request.variant]
@@ -145,6 +154,8 @@ def predicted_ns(site: Site, way: Way, slices: SliceTimes) -> int:
     """How long a site takes in one way."""
     _, pieces = way
     compute, send, ranks = slices.compute_ns, slices.send_ns, site.ranks
+    if site.kind == "expert_exchange":
+        return by_expert_ns(compute, send, groups=pieces)
     if site.kind == "matmul_reduce":
         # Blocks are scattered one after the other; the gather of each runs under the next one.
         sent = (ranks - 1) * (2 * pieces - 1) * send

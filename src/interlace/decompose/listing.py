@@ -36,7 +36,8 @@ class Listing:
         """`decomposed 8 of 9 sites (ring 8); 12 of 21 collectives are no sites`."""
         variants = Counter(choice.variant for choice in self.choices if choice.variant)
         how = ", ".join(f"{name} {count}" for name, count in sorted(variants.items()))
-        total = len(self.choices) + len(self.missed)
+        pairs = sum(bool(choice.site.back) for choice in self.choices)
+        total = len(self.choices) + pairs + len(self.missed)
         where = f" in all passes, as {self.misfit}" if self.misfit else _PASSES[self.passes]
         return (
             f"decomposed {self.decomposed} of {len(self.choices)} sites"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, fx
 from interlace.decompose.choose import SiteTimes, SliceTimes, Times, Way
 from interlace.decompose.rewrite.find import row_operand
 from interlace.decompose.sites import Site
+from interlace.experts.grouped import MATMUL
 from interlace.graphs.trace import StrandGraph
 from interlace.hardware.computed_costs import Machine, compute_ns
 from interlace.ir.graph import Kind
@@ -43,6 +45,8 @@ def matmul_shapes_of(strand: StrandGraph, site: Site) -> list[MatmulShape]:
 
 
 def _matmul_shape(matmul: fx.Node, rows: int) -> MatmulShape:
+    if matmul.target == MATMUL:
+        return _expert_shape(matmul, rows)
     operand = row_operand(matmul)
     weight = matmul.args[-1]
     assert isinstance(weight, fx.Node)
@@ -53,6 +57,19 @@ def _matmul_shape(matmul: fx.Node, rows: int) -> MatmulShape:
         columns=value.shape[1],
         dtype=operand.meta["val"].dtype,
         weight_strides=(value.stride(0), value.stride(1)),
+    )
+
+
+def _expert_shape(matmul: fx.Node, rows: int) -> MatmulShape:
+    """Of the weights [L, F, D] of experts, any one's: they are alike."""
+    value: Tensor = matmul.args[1].meta["val"]  # type: ignore[union-attr]
+    inner, columns = (1, 2) if matmul.args[4] else (2, 1)
+    return MatmulShape(
+        rows=rows,
+        inner=value.shape[inner],
+        columns=value.shape[columns],
+        dtype=value.dtype,
+        weight_strides=(value.stride(inner), value.stride(columns)),
     )
 
 
@@ -83,10 +100,23 @@ def computed_times(machine: Machine) -> Times:
         def matmuls_ns(rows: int) -> int:
             return sum(compute_ns(machine, p.flops_of(rows), p.bytes_of(rows)) for p in matmuls)
 
+        def experts_ns(groups: int) -> int:
+            # Each expert reads its own weight.
+            rows = max(1, site.rows * site.ranks // site.experts)
+            return matmuls_ns(rows) * -(-site.experts // groups)
+
         def transfer_ns(kind: Kind, full_bytes: float) -> int:
             return machine.collective_ns(kind, full_bytes, site.lane, site.ranks)
 
         slices = {}
+        if site.kind == "expert_exchange":
+            way = partial(transfer_ns, Kind.ALL_TO_ALL)
+            for variant, groups in ways:
+                slices[variant, groups] = SliceTimes(
+                    compute_ns=experts_ns(groups), send_ns=way(site.bytes * site.ranks / groups)
+                )
+            plain_ns = 2 * way(site.bytes * site.ranks) + experts_ns(1)
+            return SiteTimes(plain_ns=plain_ns, slices=slices)
         for variant, pieces in ways:
             parts = 2 if variant == "bidirectional" else 1
             rows = site.rows // pieces

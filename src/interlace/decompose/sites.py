@@ -4,11 +4,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 SiteKind = Literal[
-    "gather_matmul", "matmul_scatter", "matmul_reduce", "gradient_scatter", "attention_scatter"
+    "gather_matmul",
+    "matmul_scatter",
+    "matmul_reduce",
+    "gradient_scatter",
+    "attention_scatter",
+    "expert_exchange",
 ]
 """`gather_matmul`: an all-gather whose result matmuls read. `matmul_scatter`: a sum of matmuls that
 is reduce-scattered. `matmul_reduce`: one that is all-reduced. `gradient_scatter`: a weight gradient
-that data-parallel ranks scatter. `attention_scatter`: attention, projection and reduce-scatter."""
+that data-parallel ranks scatter. `attention_scatter`: attention, projection and reduce-scatter.
+`expert_exchange`: rows to experts, what these compute, and the way back."""
 
 VARIANTS = ("ring", "direct", "bidirectional", "slicing")
 """Ways to decompose a site; the first three are CommFuse's, the last one cuts the rows."""
@@ -37,6 +43,10 @@ class Site:
     """Mesh axis of the group."""
     module: str = ""
     """Path of the module that the first matmul belongs to; empty if unknown."""
+    back: str = ""
+    """Of an `expert_exchange`: the collective that brings rows back."""
+    experts: int = 0
+    """Of an `expert_exchange`: how many experts a rank has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,5 +13,6 @@ side of the *experts* by this rank's expert, and then by the rank that they came
 rows_by_expert.py  rows of tokens sorted by expert, and back
 between_ranks.py   rows to the ranks of their experts, and back; the counts that say how many
 merged_sends.py    one copy of a token for each rank that has experts of it
+pieces.py          rows of some experts of each rank, and together again
 grouped.py         one matmul for each expert, on the rows that it got
 """

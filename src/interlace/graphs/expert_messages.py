@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.experts.between_ranks import AS_SENT, by_expert
+from interlace.experts.between_ranks import by_expert
 from interlace.graphs.gloo_messages import Messages
 from interlace.graphs.torch_private import process_group
 
@@ -28,8 +28,8 @@ def start_rows(
     tokens = _places(sent, range(len(sent)))
     experts = _places(received, by_expert(own, ranks))
     rows = rows.contiguous()
-    back = sum(sent) if rows_out == AS_SENT else rows_out
-    out = rows.new_empty(sum(received) if forth else back, rows.shape[1])
+    # Of a group of experts `rows_out` is nominal, and more may have been sent.
+    out = rows.new_empty(sum(received) if forth else max(rows_out, sum(sent)), rows.shape[1])
     if not forth:
         out[sum(sent) :] = 0
     leaving, arriving = (tokens, experts) if forth else (experts, tokens)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Placement
 
+from interlace.experts.pieces import EXPERT_ROWS
 from interlace.graphs.buffers import filled
 from interlace.graphs.capture_settings import tensors_put_back, without_fused_recurrence
 from interlace.graphs.joint import Joint, input_of
@@ -52,6 +53,7 @@ VIEWS = frozenset(
         aten.split.Tensor,
         aten.alias.default,
         aten.detach.default,
+        EXPERT_ROWS,
         filled,
     }
 )

@@ -8,7 +8,7 @@ dependencies (checked), which is also the order of plain sequential execution.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
@@ -131,7 +131,14 @@ class OpGraph:
     @cached_property
     def digest(self) -> str:
         """A hash of everything that a plan or a cost table for this graph depends on."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        # Not dataclasses.asdict, which copies every tuple of names: four times as slow.
+        fields = {
+            "name": self.name,
+            "operators": [_fields(op) for op in self.operators],
+            "inputs": [_fields(each) for each in self.inputs],
+            "outputs": self.outputs,
+        }
+        text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -143,6 +150,10 @@ class OpGraph:
     def lanes(self) -> tuple[str, ...]:
         """The compute lane, then every link lane in the graph."""
         return (COMPUTE_LANE, *sorted({op.lane for op in self.collectives}))
+
+
+def _fields(record: Operator | GraphInput) -> dict[str, object]:
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 def merge(name: str, graphs: dict[str, OpGraph]) -> OpGraph:

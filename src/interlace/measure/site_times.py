@@ -113,6 +113,11 @@ class _Site:
 
     def plain(self) -> None:
         """The collective and all matmuls; which comes first does not matter."""
+        if self.site.kind == "expert_exchange":
+            self._exchange(groups=1)
+            self._matmuls_of_experts(self.site.experts)
+            self._exchange(groups=1)
+            return
         self._collective().work.wait()
         self._matmuls(self.site.rows * self.site.ranks)
 
@@ -128,8 +133,21 @@ class _Site:
         for x, weight, out in zip(self.operands, self.weights, self.results, strict=True):
             torch.mm(x[:rows], weight, out=out[:rows])
 
+    def _matmuls_of_experts(self, experts: int) -> None:
+        """As many matmuls, each with its share of the rows."""
+        for _ in range(experts):
+            self._matmuls(max(1, self.site.rows * self.site.ranks // self.site.experts))
+
+    def _exchange(self, groups: int) -> None:
+        """The rows of a group of experts, dealt evenly."""
+        each = max(1, self.sent.shape[0] // (groups * self.site.ranks))
+        rows, even = self.sent[: each * self.site.ranks], [each] * self.site.ranks
+        all_to_all(rows, even, even, self.site.group).work.wait()
+
     def slice_matmuls(self, variant: str, pieces: int) -> Callable[[], None]:
         """The matmuls of one slice; of both halves where these travel apart."""
+        if self.site.kind == "expert_exchange":
+            return partial(self._matmuls_of_experts, -(-self.site.experts // pieces))
         rows = max(1, self.site.rows // pieces)
         parts = [max(1, rows // 2)] * 2 if variant == "bidirectional" else [rows]
 
@@ -141,6 +159,8 @@ class _Site:
 
     def slice_sends(self, variant: str, pieces: int) -> Callable[[], None]:
         """One slice from every rank to the next one; or half of it each way."""
+        if self.site.kind == "expert_exchange":
+            return partial(self._exchange, groups=pieces)
         rows = self.sent.shape[0] // (1 if self.site.kind == "gather_matmul" else self.site.ranks)
         rows = max(1, rows // pieces)
         ways = ((1, max(1, rows // 2)), (-1, max(1, rows // 2)))

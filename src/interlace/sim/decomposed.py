@@ -53,6 +53,20 @@ def decomposed_ns(
     return compute_ns + max((ranks * pieces - 1) * compute_ns, sent)
 
 
+def by_expert_ns(compute_ns: int, exchange_ns: int, *, groups: int) -> int:
+    """A layer of experts by groups: each one's rows arrive, are computed, and go back.
+
+    One exchange is under way at a time; all to experts are before the first one back. The times are
+    those of one group, alike for all.
+    """
+    _check(compute_ns, exchange_ns, 1, groups)
+    computed = returned = 0
+    for group in range(groups):
+        computed = max(computed, (group + 1) * exchange_ns) + compute_ns
+        returned = max(returned, computed, groups * exchange_ns) + exchange_ns
+    return returned
+
+
 def overhead_ns(
     compute_ns: int,
     transfer_ns: int,

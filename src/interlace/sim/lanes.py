@@ -87,9 +87,14 @@ class Rank:
         begin, work = self.now, float(ns)
         while work > _DONE_NS:
             heads = self._heads()
+            if not heads:
+                self.now += work
+                break
             slow = 1.0 + sum(self._factors(kind, transfer)[0] - 1.0 for transfer in heads)
-            step = min([work * slow, *(t.left * self._slow(kind, t, heads) for t in heads)])
-            self._step(kind, heads, step)
+            slowed = [self._slow(kind, transfer, heads) for transfer in heads]
+            lasts = (t.left * factor for t, factor in zip(heads, slowed, strict=True))
+            step = min(work * slow, *lasts)
+            self._step(heads, slowed, step)
             work -= step / slow
         ends = (round(begin), round(self.now))
         self.log.append(Span(op.id, op.kind, COMPUTE_LANE, *ends, strand, micro_batch))
@@ -97,13 +102,15 @@ class Rank:
     def _idle_until(self, transfer: RunningTransfer) -> None:
         while transfer.end < 0:
             heads = self._heads()
-            self._step(None, heads, min(t.left * self._slow(None, t, heads) for t in heads))
+            slowed = [self._slow(None, other, heads) for other in heads]
+            lasts = (t.left * factor for t, factor in zip(heads, slowed, strict=True))
+            self._step(heads, slowed, min(lasts))
 
-    def _step(self, kind: Kind | None, heads: list[RunningTransfer], step: float) -> None:
-        """Let `step` ns pass, in which nothing starts and nothing ends before the end."""
-        slow = [self._slow(kind, transfer, heads) for transfer in heads]
+    def _step(self, heads: list[RunningTransfer], slowed: list[float], step: float) -> None:
+        """Let `step` ns pass, in which nothing starts and nothing ends before the end; each of the
+        transfers takes so many times as long as alone."""
         self.now += step
-        for transfer, factor in zip(heads, slow, strict=True):
+        for transfer, factor in zip(heads, slowed, strict=True):
             transfer.left -= step / factor
             if transfer.left <= _DONE_NS:
                 transfer.end = self.now

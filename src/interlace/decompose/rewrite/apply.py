@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from interlace.decompose.choose import Request, Times, choose
 from interlace.decompose.listing import Listing
+from interlace.decompose.rewrite.expert_groups import rewrite_experts
 from interlace.decompose.rewrite.find import Gather, find_sites, match_site, row_operand
 from interlace.decompose.rewrite.query_split import find_attention, rewrite_attention
 from interlace.decompose.rewrite.scatter import rewrite_all_reduce, rewrite_scatter
@@ -145,10 +146,14 @@ def _decompose(
 def rewrite(
     strand: StrandGraph, site: Site, variant: str, pieces: int, rank_in_group: int
 ) -> StrandGraph:
-    """`strand` with `site` decomposed into `pieces` slices per rank (with `slicing`: in all);
+    """`strand` with `site` decomposed into `pieces` slices per rank (with `slicing`
+    and of experts: in all);
     changes its graph. The site is one that `find_sites` found in this graph."""
     if site.kind == "attention_scatter":
         done = rewrite_attention(strand, site, variant, pieces, rank_in_group)
+    elif site.kind == "expert_exchange":
+        rewrite_experts(strand, site, pieces)
+        done = replace(strand)
     elif variant == "slicing":
         done = slice_site(strand, site, pieces)
     else:

@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor, fx
 
+from interlace.decompose.rewrite.expert_groups import expert_sites
 from interlace.decompose.sites import Missed, Site, SiteKind
 from interlace.graphs.collectives import TABLE, group_of, is_collective, is_wait, kind_of_collective
 from interlace.graphs.module_paths import module_path
@@ -56,10 +57,14 @@ def find_sites(
     sites: list[Site] = []
     missed: list[Missed] = []
     taken: dict[str, str] = {}
+    experts = expert_sites(strand, axis_of_group)
     for node in strand.graph.nodes:
-        if not is_collective(node):
+        if not is_collective(node) or node.name in experts.backs:
             continue
-        match = match_site(node)
+        if node.name in experts.sites:
+            sites.append(experts.sites[node.name])
+            continue
+        match = experts.missed.get(node.name) or match_site(node)
         if not isinstance(match, str):
             site = _site(strand, match, axis_of_group)
             other = next((taken[name] for name in site.matmuls if name in taken), None)
@@ -89,7 +94,7 @@ def match_site(collective: fx.Node) -> Gather | Sum | str:
     if kind is Kind.SEND:
         return "it is a send already"
     if kind is Kind.ALL_TO_ALL:
-        return "an all-to-all of heads: attention needs all of it"
+        return "what follows an all-to-all needs all of it"
     if process_group(group_of(collective)).size() == 1:
         return "its group has one rank"
     waits = [user for user in collective.users if is_wait(user)]
