@@ -186,6 +186,7 @@ def refuse_unknown(config: RunConfig) -> None:
         ("model.experts.dense_layers", experts.dense_layers, not experts.dense_layers),
         ("model.experts.capacity_factor", experts.capacity_factor, not experts.capacity_factor),
         ("parallel.expert", parallel.expert, parallel.expert == 1 or experts.count > 0),
+        ("parallel.expert_sends", parallel.expert_sends, parallel.expert_sends == "each"),
         ("overlap.decompose", config.overlap.decompose, config.overlap.decompose == "off"),
         ("pipeline.stages", list(config.pipeline.stages), not config.pipeline.stages),
         ("plan.file", config.plan.file, not config.plan.file),
