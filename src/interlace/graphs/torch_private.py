@@ -219,7 +219,7 @@ def _reads(module: nn.Module, function: Any, output: Any) -> Reads:
 
     code = get_traced_fn(function)[0].__code__
     # torch times the guards for its logs, on emptied caches: 30 ms, more than building them takes.
-    with mock.patch.object(guards, "profile_guard_manager", return_value=0.0):
+    with mock.patch.object(guards, "profile_guard_manager", return_value=0.0, create=True):
         manager = output.build_guards(code, Hooks(guard_filter_fn=wanted)).guard_manager
     return Reads(module, manager, tensors.values())
 
