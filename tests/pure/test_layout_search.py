@@ -20,6 +20,7 @@ from interlace.strategy.job_layout import JobLayout, layout_of, with_layout
 from interlace.strategy.layout_search import SPARE, search_layouts
 from interlace.strategy.layout_space import LayoutSpace
 from interlace.strategy.lower_bounds import Bounds
+from interlace.strategy.search_cache import search_key
 from interlace.strategy.simulated_job import simulate_job
 from interlace.strategy.steady_step import steady_step
 
@@ -301,3 +302,10 @@ def test_long_sequences_are_shared():
     found = search_layouts(space)
     assert found.chosen.layout.context > 1
     assert found.run().parallel.context == found.chosen.layout.context
+
+
+def test_a_search_is_kept_by_the_load_of_experts():
+    """Uneven experts are another search."""
+    space = space_of(with_kept(MIXTURE, zero=1, tensor=1), "a100-80x16", 16)
+    assert search_key(space) == search_key(replace(space))
+    assert search_key(space) != search_key(replace(space, expert_load=1.5))

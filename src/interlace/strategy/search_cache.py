@@ -49,6 +49,7 @@ def search_key(space: LayoutSpace) -> str:
     told = {name: config[name] for name in ("model", "data", "parallel", "pipeline", "train")}
     told |= {"strands": space.config.strands, "cluster": asdict(space.cluster)}
     told |= {"devices": space.devices, "batch": space.global_batch, "code": _code()}
+    told |= {"expert_load": space.expert_load}
     text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
