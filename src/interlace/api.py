@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from interlace.compiled import (
     Compilation,
@@ -50,6 +51,7 @@ from interlace.runtime.mesh_axes import (
     rank_groups,
 )
 from interlace.runtime.module_tree import refuse_gradient_hooks
+from interlace.runtime.replicated_module import ReplicatedModule
 from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.split_places import agreed_split
 from interlace.runtime.stage_link import StageLink
@@ -86,9 +88,9 @@ def compile_step(
     for `step.results`; `example_inputs` is one batch, any tree of tensors, and all later ones have
     its form, shapes, dtypes and device. The module is on its device and laid out over ranks; `mesh`
     names the axes of its collectives. Gradients are averaged over an axis `dp_replicate`, whose
-    ranks hold equal weights and see different data; a module under `fully_shard` keeps its shards.
-    `strands=1` runs the same graphs one micro-batch after the other. `schedule` takes the place of
-    `strands`: `one_strand`, `two_strand`, `folded`, or a function of your own or its
+    ranks hold equal weights and see different data, and as `DistributedDataParallel` does; what is
+    under `fully_shard` keeps its shards. `strands=1` runs the same graphs one micro-batch after the
+    other. `schedule` takes the place of `strands`: `one_strand`, `two_strand`, `folded`, or a function of your own or its
     `"module:name"` (docs/concepts/schedules.md). An axis `pp` of `mesh` is a pipeline: its ranks
     run the chunks of such a schedule, each builds the whole module, and afterwards has gradients of
     its own stage. Chunks have equal shares of the arithmetic, or begin with the sub-modules that
@@ -109,7 +111,7 @@ def compile_step(
     """
     check_module(module)
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
-    mesh = mesh if mesh is not None or stages else mesh_of_fully_shard(module)
+    replicas, module, mesh, per_rank = _unwrapped(module, mesh, stages, per_rank)
     ranks = StepRanks.of(mesh, stages, overlap)
     with refused_together(ranks.group):
         found = _schedule(schedule, strands, ranks)
@@ -134,7 +136,7 @@ def compile_step(
     gradients = _gradients(chunk, whole, dtype, ranks)
     times = _times(config, example, gradients.constants, ranks.group, cluster)
     compilation = Compilation(candidates, _settings(config, overlap, whole, data), times)
-    tensors = UserModule(chunk, gradients, binding, form, alike, sharded)
+    tensors = UserModule(chunk, gradients, binding, form, alike, sharded, replicas)
     return _step(compilation, found, tensors, data_rank_of(ranks.mesh, whole), link, ranks)
 
 
@@ -176,6 +178,23 @@ def free_other_stages(step: Step) -> int:
     if not isinstance(tensors, UserModule):
         raise _not_compiled(step, "free_other_stages")
     return tensors.free_all_but(stage_parameters(step))
+
+
+def _unwrapped(
+    module: nn.Module,
+    mesh: DeviceMesh | None,
+    stages: Sequence[DeviceMesh],
+    per_rank: Collection[str],
+) -> tuple[ReplicatedModule | None, nn.Module, DeviceMesh | None, Collection[str]]:
+    """The wrapper of a module that has one, the module in it, the mesh that both say, and what
+    ranks may have of their own."""
+    if not isinstance(module, DistributedDataParallel):
+        if mesh is None and not stages:
+            mesh = mesh_of_fully_shard(module)
+        return None, module, mesh, per_rank
+    replicas = ReplicatedModule(module)
+    replicas.take_buffers()
+    return replicas, replicas.module, replicas.mesh(mesh, stages), replicas.per_rank(per_rank)
 
 
 def _not_compiled(step: Step, name: str) -> InputError:

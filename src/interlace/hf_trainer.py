@@ -14,12 +14,14 @@ code. Another trainer than that of `transformers` becomes such a one by
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from interlace.api import compile_step
@@ -87,7 +89,7 @@ class Interleaved:
         """The loss of one micro-batch; its gradient was added up with those of the others."""
         if self._batches:
             batches, self._batches = self._batches, []
-            self._left = self._run(batches, num_items_in_batch)
+            self._left = self._run(model, batches, num_items_in_batch)
         if not self._left:
             raise InputError(
                 "training_step was called for a micro-batch that get_batch_samples did not give",
@@ -96,10 +98,14 @@ class Interleaved:
             )
         return self._left.pop(0)
 
-    def _run(self, batches: list[Any], items: Tensor | int | None) -> list[Tensor]:
-        """Run the micro-batches of an optimizer step; gives their losses as Trainer counts them."""
+    def _run(
+        self, wrapped: nn.Module, batches: list[Any], items: Tensor | int | None
+    ) -> list[Tensor]:
+        """Run the micro-batches of an optimizer step; gives their losses as Trainer counts them.
+        `wrapped` is the model as Accelerate has prepared it."""
         trainer: Any = self
-        model: nn.Module = trainer.model
+        averaging = isinstance(wrapped, DistributedDataParallel)
+        model: nn.Module = wrapped if averaging else trainer.model
         if model is not self._traced:
             # Each train() of a Trainer with a model_init makes a new model, as does each trial.
             self.steps, self._traced = {}, model
@@ -115,7 +121,8 @@ class Interleaved:
         agree_on_shape(lambda: f"{len(prepared)} of {_words(_one_shape(prepared))}", hint=_PADDING)
         # An epoch may leave a single micro-batch for its last step.
         step = self._step(_shape_of(prepared[0]), prepared[0], min(self.strands, len(prepared)))
-        step(prepared)
+        with _synchronised(model):
+            step(prepared)
         return [result for (result,) in step.results]
 
     def _step(self, shape: Shape, example: Batch, strands: int) -> Step:
@@ -134,12 +141,12 @@ class Interleaved:
         return self.steps[shape, strands]
 
     def _compiled(self, example: Batch, strands: int) -> Step:
-        trainer: Any = self
+        assert self._traced is not None
         with warnings.catch_warnings():
             # Transformers asks which libraries are installed, by functions that keep the answer.
             warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache")
             return compile_step(
-                trainer.model,
+                self._traced,
                 self._loss,
                 example,
                 mesh=self._mesh,
@@ -219,6 +226,20 @@ def _spread(model: nn.Module | None) -> list[str]:
         kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
         found.append(f"a quantized model ({kind})")
     return found
+
+
+@contextmanager
+def _synchronised(model: nn.Module) -> Iterator[None]:
+    """Trainer calls for all micro-batches but the last under `no_sync`, and here all run in the
+    first call."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before
 
 
 def _replicas(device: torch.device) -> DeviceMesh | None:

@@ -228,16 +228,13 @@ def replicas() -> dict[str, bool]:
         sharded = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
         with pytest.raises(InputError, match="the axis dp_shard of 2 ranks"):
             interlace.compile_step(model, example().loss_fn, mine[0], mesh=sharded)
-        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
-        with pytest.raises(InputError, match="is under DistributedDataParallel"):
-            interlace.compile_step(wrapped, linear_loss, batch(), mesh=mesh)
         return held
 
 
 def test_gradients_are_averaged_over_replicas() -> None:
     """An axis `dp_replicate` beside tensor parallelism: gradients are those of plain autograd over
     the micro-batches of all replicas, with two strands and with one, and are added to what was
-    there. Weights that are to be sharded, and wrappers that work by hooks, are refused."""
+    there. Weights that are to be sharded are refused."""
     for result in run_ranks("test_compile_step:replicas", 4, timeout_s=150):
         assert len(result.value) == 6
         assert all(result.value.values()), result.value

@@ -23,6 +23,7 @@ docs/new-torch.md says with which versions of torch it was tested.
     _inductor.fx_passes.overlap_scheduling   PyTorch's overlap scheduler, a rival (from 2.13 on)
     distributed.pipelining.schedules._PipelineScheduleRuntime, ._Action    their runtime, our order
     attributes of its schedules and stages       those that `pipelining.overlap_checks` looks for
+    nn.parallel.DistributedDataParallel._comm_hooks, ._join_config; _st_info of its parameters
     cuda.jiterator._create_jit_fn            an element-wise CUDA kernel from its source
 
 The exit stack given to the joint export must be closed before anything real runs: until then its
@@ -247,6 +248,10 @@ GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of a tensor that are false as long as no hook of autograd was put on it."""
 LOCAL_PARTS = ("_local_tensor", "_spec")
 """Attributes of a DTensor: this rank's part, and its layout."""
+DDP_STATE = ("_comm_hooks", "_join_config")
+"""Attributes of a DistributedDataParallel: what takes the place of its sums, and `join`."""
+LOCALIZED = "_st_info"
+"""Attribute of parameters that were DTensors before DistributedDataParallel took them."""
 
 
 def _gradient_layouts(joint: Any) -> dict[int, tuple[Placement, ...]]:

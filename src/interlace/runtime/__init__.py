@@ -23,6 +23,7 @@ user_module.py        a user's module with its loss, and its tensors
 gradients.py          buffers that graphs add to, handed out as `parameter.grad`
 fsdp_gradients.py     the same for weights under `fully_shard`
 fsdp_step.py          what a step of a module under `fully_shard` can be
+replicated_module.py  what `DistributedDataParallel` does beside averaging gradients
 clipping.py           the norm of gradients that lie on several ranks
 batch_form.py         batches of dicts and lists as tuples of tensors, and back
 step_inputs.py        what a user gives to a step, checked

@@ -32,11 +32,14 @@ def check_wrappers(module: nn.Module, *, fsdp: bool = False) -> None:
     for name, each in module.named_modules():
         if isinstance(each, refused):
             by = "fully_shard" if isinstance(each, FSDPModule) else "DistributedDataParallel"
+            hint = f"leave {by} out, and name the axis of these ranks {REPLICATE_AXIS} in mesh: "
+            hint += "gradients are averaged over it"
+            if fsdp:
+                hint = "put the wrapper around the whole module, or " + hint
             raise InputError(
                 f"{name or 'the module'} is under {by}, which exchanges gradients by hooks of "
                 "autograd, and a traced step has no autograd",
-                hint=f"leave {by} out, and name the axis of these ranks {REPLICATE_AXIS} in mesh: "
-                "gradients are averaged over it",
+                hint=hint,
             )
 
 

@@ -15,6 +15,7 @@ from interlace.runtime.clipping import total_norm
 from interlace.runtime.executor import Batch
 from interlace.runtime.gradients import ParameterGradients
 from interlace.runtime.handovers import Handovers
+from interlace.runtime.replicated_module import ReplicatedModule
 from interlace.runtime.same_module import ModuleAgreement
 from interlace.runtime.stage_link import StageLink
 from interlace.runtime.step_inputs import check_batches
@@ -37,13 +38,16 @@ class UserModule:
         form: BatchForm,
         alike: ModuleAgreement,
         sharded: FullyShardedModule | None = None,
+        replicas: ReplicatedModule | None = None,
     ) -> None:
-        """`sharded` is the module as FSDP2 has it, if it does."""
+        """`sharded` is the module as FSDP2 has it, if it does, and `replicas` the wrapper that
+        averages gradients, if the user gave one."""
         self._chunk = chunk
         self._gradients = gradients
         self._binding = binding
         self._form = form
         self._sharded = sharded
+        self._replicas = replicas
         self._example = form.example
         self.check_ranks = alike.check
 
@@ -114,6 +118,8 @@ class UserModule:
         check_batches(batches, self._example)
         if self._sharded is not None:
             self._sharded.reshard()
+        if self._replicas is not None:
+            self._replicas.take_buffers()
         replaced = self._binding.check()
         if replaced:
             self._gradients.rebind(self._chunk)
@@ -121,6 +127,8 @@ class UserModule:
 
     def begin(self, batches: Sequence[Batch]) -> bool:
         """The same, before a step, which adds to gradients."""
+        if self._replicas is not None:
+            self._replicas.begin()
         replaced = self.refresh(batches)
         self._gradients.begin()
         return replaced
