@@ -88,18 +88,18 @@ def compile_step(
     for `step.results`; `example_inputs` is one batch, any tree of tensors, and all later ones have
     its form, shapes, dtypes and device. The module is on its device and laid out over ranks; `mesh`
     names the axes of its collectives. Gradients are averaged over an axis `dp_replicate`, whose
-    ranks hold equal weights and see different data, and as `DistributedDataParallel` does; what is
-    under `fully_shard` keeps its shards. `strands=1` runs the same graphs one micro-batch after the
-    other. `schedule` takes the place of `strands`: `one_strand`, `two_strand`, `folded`, or a function of your own or its
-    `"module:name"` (docs/concepts/schedules.md). An axis `pp` of `mesh` is a pipeline: its ranks
-    run the chunks of such a schedule, each builds the whole module, and afterwards has gradients of
-    its own stage. Chunks have equal shares of the arithmetic, or begin with the sub-modules that
-    `split_at` names, without the first; `wait_s` bounds each wait for another rank. `stages` takes
-    the place of `mesh` where each stage has a layout of its own: a mesh for each, and a rank builds
-    the module in that of its stage (docs/concepts/stage-layouts.md). `config` says how the order is
-    found, `overlap` whether collectives are cut into sends under partial matmuls. Masks of dropout
-    follow from torch's seed at this call, step and micro-batch. `per_rank` names plain parameters
-    and buffers of which each rank has its own.
+    ranks hold equal weights and see different data; modules under `fully_shard` or in
+    `DistributedDataParallel` are taken too. `strands=1` runs the same graphs one micro-batch after
+    the other. `schedule` takes the place of `strands`: `one_strand`, `two_strand`, `folded`, or a
+    function of your own or its `"module:name"` (docs/concepts/schedules.md). An axis `pp` of `mesh`
+    is a pipeline: its ranks run the chunks of such a schedule, each builds the whole module, and
+    afterwards has gradients of its own stage. Chunks have equal shares of the arithmetic, or begin
+    with the sub-modules that `split_at` names, without the first; `wait_s` bounds each wait for
+    another rank. With `stages` in place of `mesh` each stage has a mesh of its own, and a rank
+    builds the module in that of its stage (docs/concepts/stage-layouts.md). `config` says how the
+    order is found, `overlap` whether collectives are cut into sends under partial matmuls. Masks of
+    dropout follow from torch's seed at this call, step and micro-batch. `per_rank` names plain
+    parameters and buffers of which each rank has its own.
 
     One strand and two give the same bits; on CUDA only with deterministic kernels: set
     CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before
