@@ -9,6 +9,7 @@ import pytest
 
 from interlace.cli.app import report_errors
 from interlace.cli.host_memory import GIB, check_host_memory, free_bytes, least_parameters
+from interlace.cli.named_files import check_named_files
 from interlace.cli.run_file import load_run_config
 from interlace.errors import InputError
 
@@ -30,6 +31,22 @@ def test_a_large_model_is_refused() -> None:
         check_host_memory(config, 8, 200 * GIB)
     check_host_memory(config, 1, 200 * GIB)
     check_host_memory(load_run_config("quickstart", {}), 1)
+
+
+def test_files_that_a_run_names_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks take some 8 s to find out."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.txt").touch()
+    for key, right in {
+        "data.path": ("here.txt", "*.txt", "~", "stdlib"),
+        "data.tokenizer": ("here.txt", "bytes"),
+        "plan.file": ("here.txt", ""),
+        "model.config": (str(tmp_path), ""),
+    }.items():
+        with pytest.raises(InputError, match=f"{key} = 'away.*' does not exist"):
+            check_named_files(load_run_config("quickstart", {key: "away*"}))
+        for path in right:
+            check_named_files(load_run_config("quickstart", {key: path}))
 
 
 def test_free_memory(tmp_path: Path) -> None:

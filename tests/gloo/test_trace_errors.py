@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from interlace.errors import InputError
@@ -81,6 +83,20 @@ class Prints(Part):
         return self.linear(x)
 
 
+class Distributes(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(distribute_tensor(x, self.mesh, [Replicate()]).to_local())  # here
+
+
+class Raises(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.missing(x))  # here
+
+
 class Counts(Part):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -117,6 +133,8 @@ def refusal(kind: type[Part]) -> str:
         (Statistics, "forward writes to buffer 'stages.0.1.norm.running_mean'"),
         (Broadcasts, "collective _c10d_functional.broadcast.default is not supported"),
         (Prints, "print"),
+        (Distributes, "cannot be traced: distribute_tensor in forward sends a tensor from one"),
+        (Raises, "cannot be traced: forward raises AttributeError: 'Raises' object has no attr"),
     ],
 )
 def test_the_line_and_the_module_are_named(kind: type[Part], why: str) -> None:

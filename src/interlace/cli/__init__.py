@@ -16,6 +16,7 @@ export.py        `interlace export`
 explain.py       `interlace explain`
 help_panels.py   help in a panel for each table of the run file
 host_memory.py   whether a run can fit into the memory of this machine
+named_files.py   whether the files that a run file names are there
 options.py       options of several commands, and the layer that puts flags on a run file
 plain_words.py   --model and --sequence in the words of run files
 run_file.py      run files: TOML to RunConfig, strictly, and back

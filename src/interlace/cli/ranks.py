@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from interlace.cli.host_memory import check_host_memory
+from interlace.cli.named_files import check_named_files
 from interlace.cli.run_file import save_run_config
 from interlace.config import RunConfig
 from interlace.errors import InputError
@@ -57,6 +58,7 @@ def start_ranks(
             hint="start it with torchrun or srun on all hosts, plan it with interlace plan, or say "
             f"--nproc {ranks} to start all of them here",
         )
+    check_named_files(config)
     if words[0] == "train":
         check_host_memory(config, ranks)
     from interlace.ranks.launch import launch  # noqa: PLC0415  imports torch

@@ -20,6 +20,8 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 """Finds the lines of a Python trace that say where."""
 _LIBRARY = Path(torch.__file__).parent
 """Where torch lies: lines in it are not the user's."""
+_RAISED = re.compile(r"raised exception (\w+)\((['\"])(.*)\2\)")
+"""Finds what a forward raised, in torch's message on an exception that nobody caught."""
 _SIDE_EFFECTS = "certain side effects happened in the model.forward"
 """What torch's message says when forward changed something outside."""
 _COLLECTOR = "._active_collector"
@@ -55,9 +57,22 @@ _HINTS = (
         "lay weights out before, and make DTensors of local values by DTensor.from_local, which "
         "sends nothing",
     ),
+    (
+        ("has no attribute 'module'", "set_runtime_stats_and_log"),
+        "loss_fn is given the module in DistributedDataParallel: call that, and leave .module out",
+    ),
+    (
+        ("raised exception",),
+        "see whether eager PyTorch raises it too: call loss_fn(module, *batch)",
+    ),
     (("builtin", "logging"), "move printing, and looking up loggers, out of forward"),
 )
 """What to do, by words of torch's message, or names of functions in which it failed."""
+_REASONS = (
+    ("distribute_tensor", "distribute_tensor in forward sends a tensor from one rank to others"),
+    ("set_runtime_stats_and_log", "loss_fn calls DistributedDataParallel"),
+)
+"""What went wrong, by the same words, where torch's message says something else."""
 _OTHER_HINT = "write it with plain torch operators, or train with eager PyTorch"
 """What to do where none of these words is in it."""
 _NO_SCHEMA = types.SimpleNamespace(arguments=())
@@ -210,7 +225,12 @@ def _parsed(text: str) -> list[SourceLine]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What went wrong, and dynamo's explanation of it in one line."""
+    """What went wrong: what the forward raised, or dynamo's words with its explanation, in one
+    line."""
+    if raised := _RAISED.search(str(error)):
+        return f"forward raises {raised[1]}: {raised[3]}"
+    if known := [reason for word, reason in _REASONS if word in _words(error)]:
+        return known[0]
     lines = [line.strip() for line in str(error).strip().splitlines()]
     first = lines[0] if lines else ""
     found = [line for line in lines if line.startswith("Explanation: ")]
@@ -219,9 +239,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def _hint(error: BaseException) -> str:
-    functions = " ".join(line.function for line in _lines(error))
-    text = f"{type(error).__name__} {error} {functions}"
+    text = _words(error)
     return next((hint for words, hint in _HINTS if any(w in text for w in words)), _OTHER_HINT)
+
+
+def _words(error: BaseException) -> str:
+    """The message, and the functions in which it failed."""
+    functions = " ".join(line.function for line in _lines(error))
+    return f"{type(error).__name__} {error} {functions}"
 
 
 def set_labels_kind(notes: Iterable[tuple[Any, str, Any]]) -> bool:
