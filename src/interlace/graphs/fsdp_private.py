@@ -237,10 +237,11 @@ def _refuse_parameter(title: str, each: Any) -> None:
             f"{title} with CPUOffloadPolicy, and a traced step keeps {name!r} on its device",
             hint="leave offload_policy out",
         )
-    if _is_trained(each) and getattr(each, "sharded_grad_dtype", each.orig_dtype) != each.orig_dtype:
+    asked = getattr(each, "sharded_grad_dtype", each.orig_dtype)  # new in torch 2.15
+    if _is_trained(each) and asked != each.orig_dtype:
         raise InputError(
-            f"{title}, and the gradient of {name!r} has a type of its own (grad_dtype "
-            f"{each.sharded_grad_dtype}), which a traced step does not give it",
+            f"{title}, and the gradient of {name!r} has a type of its own (grad_dtype {asked}), "
+            "which a traced step does not give it",
             hint="leave grad_dtype as it is; MixedPrecisionPolicy.reduce_dtype says in what "
             "gradients are summed",
         )

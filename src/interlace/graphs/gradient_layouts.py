@@ -107,8 +107,8 @@ def check_parameters(module: nn.Module) -> None:
         asked = parameter.grad_dtype if parameter.requires_grad else None  # None takes any
         if asked not in (None, parameter.dtype):
             raise InputError(
-                f"parameter {_own(name)!r} is {_dtype(parameter)}, and its gradient is asked for in "
-                f"{str(asked).removeprefix('torch.')} (grad_dtype)",
+                f"parameter {_own(name)!r} is {_dtype(parameter)}, and its gradient is asked for "
+                f"in {str(asked).removeprefix('torch.')} (grad_dtype)",
                 hint="leave grad_dtype as it is: gradients of all micro-batches are summed in the "
                 "parameter's own type",
             )
