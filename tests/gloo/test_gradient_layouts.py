@@ -405,6 +405,9 @@ def refusals() -> dict[str, str]:
             distribute(model, mesh, {"weight": [Shard(0)]})
             refused(name, model)
         refused("complex", Scaled(torch.randn(2, dtype=torch.complex64)))
+        model = nn.Linear(4, 4, bias=False)
+        model.weight.grad_dtype = torch.bfloat16
+        refused("type of gradient", model)
         for name, claim in (("maximum", Partial("max")), ("uneven gradient", Shard(0))):
             model = Claimed(claim)
             distribute(model, mesh, {"weight": [Replicate()]})
@@ -421,5 +424,6 @@ def test_what_cannot_be_converted_is_refused_by_name() -> None:
         for name in ("uneven", "empty"):
             assert "parameter 'weight' is cut along dimension 0 into 2 parts" in result.value[name]
         assert "parameter 'other' is complex64" in result.value["complex"]
+        assert "gradient is asked for in bfloat16" in result.value["type of gradient"]
         assert "laid out as (P(max)), and the parameter as (R)" in result.value["maximum"]
         assert "the gradient of 'weight' is cut along" in result.value["uneven gradient"]

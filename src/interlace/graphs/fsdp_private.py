@@ -4,7 +4,8 @@ The one file beside `torch_private.py` that reads private names of torch: those 
 (`_get_fsdp_state`, `_lazy_init`, `_fsdp_param_groups` or before 2.13 `_fsdp_param_group`,
 `_mp_policy`, `_modules`, `_pre_forward_hook_handle`, `_post_forward_hook_handle`), of its groups
 (`_reshard_after_forward`, the process groups, what `_refuse_group` names) and of its parameters
-(`_module_info`, `sharded_param`, `_sharded_param_data`, sizes and dtypes). docs/new-torch.md says
+(`_module_info`, `sharded_param`, `_sharded_param_data`, sizes and dtypes; from torch 2.15 on
+`unsharded_grad_dtype`, `sharded_grad_dtype`, `may_reduce_grad_outside_dp`). docs/new-torch.md says
 with which versions of torch it was tested.
 """
 
@@ -236,6 +237,14 @@ def _refuse_parameter(title: str, each: Any) -> None:
             f"{title} with CPUOffloadPolicy, and a traced step keeps {name!r} on its device",
             hint="leave offload_policy out",
         )
+    asked = getattr(each, "sharded_grad_dtype", each.orig_dtype)  # new in torch 2.15
+    if _is_trained(each) and asked != each.orig_dtype:
+        raise InputError(
+            f"{title}, and the gradient of {name!r} has a type of its own (grad_dtype {asked}), "
+            "which a traced step does not give it",
+            hint="leave grad_dtype as it is; MixedPrecisionPolicy.reduce_dtype says in what "
+            "gradients are summed",
+        )
     if hasattr(each.sharded_param.to_local(), "fsdp_pre_all_gather"):
         raise InputError(
             f"{title}, and {name!r} changes itself while it is gathered (fsdp_pre_all_gather, as "
@@ -280,12 +289,38 @@ def _layout(root: nn.Module, groups: list[Any]) -> WeightGroups:
         found.append(
             WeightGroup(
                 index, weights, shard, replicate, group.fsdp_params[0].param_dtype,
-                group._reduce_dtype, keeps=not group._reshard_after_forward,
+                _reduce_dtype(group), keeps=not group._reshard_after_forward,
             )
         )  # fmt: skip
     factor = groups[0].gradient_divide_factor
     ranks = found[0].shard.size * found[0].replicate.size
     return WeightGroups(tuple(found), float(ranks if factor is None else factor))
+
+
+def _reduce_dtype(group: Any) -> torch.dtype | None:
+    """What gradients are summed in over ranks: from torch 2.15 on the type that autograd gives
+    them where the policy names none, and before that, None, what they were computed in."""
+    found = {_gradient_dtype(each) for each in group.fsdp_params if _is_trained(each)}
+    if len(found) > 1:
+        raise InputError(
+            f"{_title(group)} is under fully_shard with weights whose gradients have different "
+            f"types: {', '.join(sorted(map(str, found)))}",
+            hint="give its MixedPrecisionPolicy a reduce_dtype, or all weights one grad_dtype",
+        )
+    return group._reduce_dtype or next(iter(found), None)
+
+
+def _gradient_dtype(each: Any) -> torch.dtype | None:
+    return getattr(each, "unsharded_grad_dtype", None)  # new in torch 2.15
+
+
+def _is_trained(each: Any) -> bool:
+    return each.sharded_param.requires_grad
+
+
+def _early_dtype(each: Any) -> torch.dtype | None:
+    """torch 2.15 widens a gradient after backward, unless other ranks than its own add to it."""
+    return _gradient_dtype(each) if getattr(each, "may_reduce_grad_outside_dp", False) else None
 
 
 def _weight(each: Any, names: tuple[str, ...]) -> GroupWeight:
@@ -298,5 +333,6 @@ def _weight(each: Any, names: tuple[str, ...]) -> GroupWeight:
         own=tuple(each.sharded_size),
         own_stride=tuple(each.contiguous_sharded_stride),
         tensor=None if spec is None else (spec.mesh, tuple(spec.placements)),
+        early_dtype=_early_dtype(each) if _is_trained(each) else None,
         shard=lambda: each._sharded_param_data,
     )

@@ -14,8 +14,9 @@ A mean over ranks, `Partial("avg")`, becomes a sum of parts divided by the numbe
 no such conversion is refused by name, and so are parts that are not equal on all ranks.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from interlace.errors import InputError
 from interlace.graphs.trace import ChunkGraphs, output_node
+from interlace.graphs.weight_parts import in_dtype
 from interlace.graphs.writer import GraphWriter
 
 aten = torch.ops.aten
@@ -93,7 +95,8 @@ def _is_apart(now: Sequence[Placement], wanted: MeshPlacements, axis: int) -> bo
 
 def check_parameters(module: nn.Module) -> None:
     """Raises InputError, on all ranks alike, for parameters whose parts differ in size between
-    ranks, which then would run different graphs, and for complex ones."""
+    ranks, which then would run different graphs, for complex ones, and for those whose gradients
+    have a type of their own."""
     for name, parameter in module.named_parameters():
         if parameter.is_complex() and parameter.requires_grad:
             raise InputError(
@@ -101,17 +104,28 @@ def check_parameters(module: nn.Module) -> None:
                 "real numbers",
                 hint="make it real, with two numbers in a last dimension (torch.view_as_complex)",
             )
+        asked = parameter.grad_dtype if parameter.requires_grad else None  # None takes any
+        if asked not in (None, parameter.dtype):
+            raise InputError(
+                f"parameter {_own(name)!r} is {_dtype(parameter)}, and its gradient is asked for "
+                f"in {str(asked).removeprefix('torch.')} (grad_dtype)",
+                hint="leave grad_dtype as it is: gradients of all micro-batches are summed in the "
+                "parameter's own type",
+            )
         if isinstance(parameter, DTensor):
             what = f"parameter {_own(name)!r}"
             _refuse_uneven(what, parameter.shape, parameter.placements, parameter.device_mesh)
 
 
 def lay_out_gradients(
-    chunk: ChunkGraphs, module: nn.Module, at_once: Collection[str] = ()
+    chunk: ChunkGraphs,
+    module: nn.Module,
+    at_once: Mapping[str, torch.dtype | None] = MappingProxyType({}),
 ) -> ChunkGraphs:
     """`chunk` with gradients as large as this rank's parts of the parameters of `module`, and
     `placements` that say so. Changes the backward graph. Gradients of the parameters in `at_once`
-    get their parameter's layout in each micro-batch, and no sums over ranks once a step.
+    get their parameter's layout in each micro-batch, and no sums over ranks once a step; they are
+    converted to the type given there first, None for their own.
 
     Raises InputError for a layout that cannot be converted, naming the parameter.
     """
@@ -131,7 +145,9 @@ def lay_out_gradients(
             placements[name] = own
             writer = GraphWriter(backward.graph, backward.bindings, like=node)
             writer.after(node if node.op != "placeholder" else _last_placeholder(backward.graph))
-            converted = convert(writer, node, given, own, parameter.device_mesh)
+            if given != own:
+                converted = in_dtype(writer, node, at_once.get(name))
+            converted = convert(writer, converted, given, own, parameter.device_mesh)
         _check_shape(name, parameter, given, converted)
         outputs.append(converted)
     output_node(backward.graph).args = (tuple(outputs),)

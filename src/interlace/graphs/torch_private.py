@@ -9,6 +9,8 @@ docs/new-torch.md says with which versions of torch it was tested.
     _dynamo.side_effects.SideEffects.store_attr                 what the forward would set
     nn.Module._*_hooks, nn.modules.module._global_*_hooks, Tensor._backward_hooks,
     Tensor._post_accumulate_grad_hooks, DTensor._local_tensor, DTensor._spec      seeing changes
+    _dynamo.utils._get_dynamo_config_for_logging, _subclasses.fake_tensor.fake_tensor_tls
+                                             what 2.11 does otherwise than later versions
     _dynamo.config: automatic_dynamic_shapes, allow_rnn, ignore_logger_methods   how it captures
     _functorch.aot_autograd.aot_export_joint_with_descriptors   forward and backward in one graph
     _functorch.partitioners.min_cut_rematerialization_partition, _functorch.config
@@ -41,6 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo import functional_export, guards
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.convert_frame import get_traced_fn
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.side_effects import SideEffects
@@ -57,6 +60,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import fake_tensor_tls
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
@@ -131,6 +135,9 @@ def capture_forward(
 
     with ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(capture_settings()))
+        # Of its settings torch makes JSON for its logs, and 2.11 fails at functions among them.
+        settings = mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", create=True)
+        stack.enter_context(settings).return_value = None
         if watch:  # guards can only be built, and what is set only be seen, inside the capture
             stack.enter_context(mock.patch.object(functional_export, "fullgraph_capture", watched))
             stack.enter_context(mock.patch.object(SideEffects, "store_attr", noted))
@@ -142,6 +149,10 @@ def capture_joint(forward: Forward, example_inputs: tuple[Tensor, ...]) -> Joint
     """A captured forward and its backward in one graph."""
     with ExitStack() as stack:
         captured: Any = forward.module
+        # Tensors that are neither parameters nor buffers stay real, as from torch 2.13 on anyway.
+        stack.enter_context(
+            mock.patch.object(fake_tensor_tls, "allow_non_fake_inputs_override", True)
+        )
         joint = aot_export_joint_with_descriptors(stack, captured, example_inputs)
     graph = joint.graph_module.graph
     for node in graph.find_nodes(op="placeholder"):

@@ -33,6 +33,9 @@ class GroupWeight:
     own_stride: tuple[int, ...]
     tensor: tuple[DeviceMesh, tuple[Placement, ...]] | None
     """Its layout over tensor-parallel ranks; None for a plain one."""
+    early_dtype: torch.dtype | None
+    """What its gradient is converted to before tensor-parallel ranks add it up; None for its own
+    type (FSDP2 before torch 2.15, and what is not added up)."""
     shard: Callable[[], Tensor]
     """This rank's part, flat and filled up: the memory of the parameter as it is now."""
 
@@ -91,4 +94,9 @@ class WeightGroups:
     @property
     def names(self) -> frozenset[str]:
         """All names of their weights."""
-        return frozenset(n for g in self.groups for w in g.weights for n in w.names)
+        return frozenset(self.early_dtypes)
+
+    @property
+    def early_dtypes(self) -> dict[str, torch.dtype | None]:
+        """By all names of their weights: what gradients are before they are added up outside."""
+        return {n: w.early_dtype for g in self.groups for w in g.weights for n in w.names}

@@ -245,7 +245,7 @@ def build_strands(
     else:
         chunk, reason = trace_chunk(module, example, watch=watch), ""
     reads, wanted = chunk.reads, chunk.results
-    chunk = lay_out_gradients(chunk, module, () if groups is None else groups.names)
+    chunk = lay_out_gradients(chunk, module, {} if groups is None else groups.early_dtypes)
     traced = (chunk.forward.graph, chunk.backward.graph)
     cut_over = [axis.group for axis in groups.axes if axis.size > 1] if groups else ()
     axis_of_group = axes_of_groups(traced, axis_of_group, cut_over)
