@@ -43,10 +43,10 @@ CALIBRATION_RATE = "300mbit"
 """Rate of the link in the short run that says how long compute and all-to-all take."""
 _FULL = MoeSize(
     layers=3, width=256, ffn_width=768, heads=4, experts=8, words=256, batch=2, length=192,
-    micro_batches=12, repeats=4, recorded=2,
+    micro_batches=24, repeats=3, recorded=1,
 )  # fmt: skip
 """What the file of results was measured with."""
-_FOUR = replace(_FULL, ranks=4, micro_batches=8, repeats=3, flops_per_s=5e10)
+_FOUR = replace(_FULL, ranks=4, micro_batches=12, repeats=2, flops_per_s=5e10)
 """More ranks than cores, so compute is emulated."""
 _QUICK = MoeSize(
     layers=1, width=64, ffn_width=64, heads=2, experts=4, words=64, batch=1, length=64,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -116,13 +116,17 @@ def burst_ns(clock: Clock, collective: CollectiveCall) -> int:
 
 @torch.no_grad()
 def beside_ns(clock: Clock, other: CollectiveCall, collective: CollectiveCall) -> int:
-    """Median time of a collective that starts when another, of another lane, has just begun; the
-    fastest rank's. On one link its messages stand behind what is on its way already."""
+    """Mean time of a collective that starts while another, of another lane, is under way, at
+    moments spread evenly over that; the fastest rank's. On one link its messages stand behind what
+    is queued already: little at the other's start, most soon after it."""
+    other_ns = _transfer_ns(clock, other)
     samples = [
-        started_beside_ns(clock, other.starts(1)[0], collective.starts(1)[0])
-        for _ in range(FEWEST_ROUNDS)
+        started_beside_ns(
+            clock, other.starts(1)[0], collective.starts(1)[0], number / FEWEST_ROUNDS * other_ns
+        )
+        for number in range(FEWEST_ROUNDS)
     ]
-    return largest({"ns": median(samples)}, smallest={"ns"}, group=clock.group)["ns"]
+    return largest({"ns": fmean(samples)}, smallest={"ns"}, group=clock.group)["ns"]
 
 
 @torch.no_grad()

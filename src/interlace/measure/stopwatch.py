@@ -1,5 +1,6 @@
 """Time compute and collectives, alone and at the same time, on CPU and on CUDA."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -80,11 +81,12 @@ def back_to_back_ns(clock: Clock, starts: Sequence[Start]) -> list[int]:
     return [end - begin for begin, end in pairwise(times)]
 
 
-def started_beside_ns(clock: Clock, first: Start, second: Start) -> int:
-    """Time of a collective that starts when another has just begun."""
+def started_beside_ns(clock: Clock, first: Start, second: Start, after_ns: float) -> int:
+    """Time of a collective that starts `after_ns` behind the start of another."""
     clock = clock.restarted()
     _meet(clock)
     other = first()
+    time.sleep(after_ns / 1e9)
     begin = clock.now()
     second().work.wait()
     end = clock.now()
