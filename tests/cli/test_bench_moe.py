@@ -1,13 +1,14 @@
 """The bench of experts: its data, the order fixed by hand, what rows say, and that it runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from interlace.__main__ import main
-from interlace.bench.moe_model import MoeSize, imbalance, micro_batches
+from interlace.bench.moe_model import ROUTINGS, MoeSize, imbalance, micro_batches
 from interlace.bench.moe_order import EXCHANGE, fixed_plan
 from interlace.bench.moe_strands import (
     BOTH,
@@ -15,8 +16,8 @@ from interlace.bench.moe_strands import (
     FIXED,
     GROUPS,
     ONE,
-    ROUTINGS,
     TWO,
+    case_of,
     rate_for,
     rows_of,
 )
@@ -138,6 +139,18 @@ def test_rows_are_ratios_of_what_was_found() -> None:
     assert slow["skewed", "speedup_vs_fixed_order"].ratio == pytest.approx(63 / 120)
 
 
+def test_cases_are_named_by_routing_and_ranks_that_emulate() -> None:
+    """The full form measures four."""
+    assert SIZE.routings == ROUTINGS
+    names = [case_of(routing, SIZE) for routing in ROUTINGS]
+    emulated = replace(SIZE, ranks=4, flops_per_s=1.0)
+    names += [case_of(routing, emulated) for routing in ROUTINGS]
+    assert names == [
+        "balanced", "skewed", "balanced, 4 ranks, emulated compute",
+        "skewed, 4 ranks, emulated compute",
+    ]  # fmt: skip
+
+
 def test_the_rate_makes_both_equally_long() -> None:
     """Half the time of compute asks for half the rate."""
     assert rate_for([{"busy": 5, "compute": 10}], "300mbit") == "150mbit"
@@ -151,8 +164,8 @@ def test_all_ways_run_and_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
     assert "speedup_vs_fixed_order" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]
     found = {(row["case"], row["metric"]) for row in rows}
-    for case in [*ROUTINGS, *(f"{routing}, 4 ranks, emulated compute" for routing in ROUTINGS)]:
-        assert (case, "speedup_vs_eager") in found
-        assert {
-            (f"{case}, {way}", "predicted_over_measured") for way in (ONE, GROUPS, TWO, FIXED, BOTH)
-        } <= found
+    case = "skewed, 2 ranks, emulated compute"
+    assert (case, "speedup_vs_eager") in found
+    assert {
+        (f"{case}, {way}", "predicted_over_measured") for way in (ONE, GROUPS, TWO, FIXED, BOTH)
+    } <= found

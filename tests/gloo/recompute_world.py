@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from strand_world import bits
+from strand_world import SLOW_LINK, bits
 from torch import Tensor, nn
 
 from interlace.config import ModelConfig, ParallelConfig, Recompute
 from interlace.graphs.dropout import seeds_for
 from interlace.graphs.recompute import RecomputePolicy
-from interlace.hardware.computed_costs import MachineModel, analytic_costs
+from interlace.hardware.computed_costs import analytic_costs
 from interlace.ir.plan import Plan
 from interlace.models import model_file
 from interlace.parallel.local_parts import local
@@ -26,9 +26,6 @@ from interlace.train.step_runners import planned_step
 from interlace.train.weights import MasterWeights
 
 VOCABULARY, SEQUENCE = 64, 16
-SLOW_LINK = MachineModel(
-    flops_per_s=1e11, bytes_per_s=1e10, link_bits_per_s=10e9, link_latency_ns=50_000
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from interlace.config import ModelConfig, OptimizerConfig, ParallelConfig
+from interlace.hardware.computed_costs import MachineModel, analytic_costs
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.measure.start_up import profile_strands
@@ -35,6 +36,10 @@ VOCABULARY = 256
 MICRO_BATCHES = 4
 MODEL_SEED = 7
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
+SLOW_LINK = MachineModel(
+    flops_per_s=1e11, bytes_per_s=1e10, link_bits_per_s=10e9, link_latency_ns=50_000
+)
+"""A machine on which a small model communicates for about as long as it computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +100,11 @@ class World:
             local(master).copy_(self.start[name])
         self.weights.publish()
 
+    def computed(self) -> CostTable:
+        """Times that follow from shapes: measuring takes longer than all else, and a search finds
+        an order that interleaves with either."""
+        return analytic_costs(self.strands.op_graphs, SLOW_LINK, {"tp": self.meshes.layout.size()})
+
     def costs(self) -> CostTable:
         """Times measured on this machine, equal on all ranks."""
         batch = self.case.batches(0)[0]
@@ -107,9 +117,9 @@ class World:
         plan = plan or self.strands.sequential
         return planned_step(self.weights, self.strands, plan, self.constants)
 
-    def planned(self, search: str = "merge", costs: CostTable | None = None) -> Step:
-        """Two strands in the order that a training run would plan here."""
-        return self.runner(make_plan(self.strands.op_graphs, costs or self.costs(), search))
+    def planned(self, search: str = "list", costs: CostTable | None = None) -> Step:
+        """Two strands in the order that suits a slow link, or `costs`."""
+        return self.runner(make_plan(self.strands.op_graphs, costs or self.computed(), search))
 
     def random_plan(self, seed: int) -> Plan:
         """A valid plan that no search would make; equal on all ranks. Seeds differ in style, in

@@ -13,7 +13,7 @@ from interlace.errors import InputError
 from interlace.runtime.batch_form import BatchForm
 
 pytestmark = pytest.mark.gloo
-QUICK = PlanConfig(cluster="h100")
+QUICK = PlanConfig(cluster="h100", search="list")
 COUNT, WIDTH = 3, 6
 
 

@@ -24,7 +24,7 @@ from interlace.parallel.local_parts import local
 _functional = torch.ops._c10d_functional
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-QUICK = PlanConfig(cluster="h100")
+QUICK = PlanConfig(cluster="h100", search="list")
 GRADIENT_BOUND = 1e-10
 """Largest difference over the largest gradient, in float64. (The bias before a norm has the
 gradient 0, up to rounding.)"""

@@ -221,6 +221,13 @@ def mixes(axes: int) -> list[str]:
     return [" ".join(words) for ways in chosen for words in product(*ways)]
 
 
+EIGHT_RANKS = [
+    "rep2 zero1x2 ulysses2", "zero1x2 ring2 tp2", "rep2 ulysses2 tp2", "rep2 zero3x2 ring2",
+    "rep2 zero3x2 tp2", "zero3x2 ulysses2 tp2",
+]  # fmt: skip
+"""Of `mixes(3)`: all sets of three axes, and of every two ways along two axes one with both."""
+
+
 TWO_RANKS = [*mixes(1), "zero3x2 each"]
 FOUR_RANKS = [
     *mixes(2),
@@ -231,13 +238,17 @@ FOUR_RANKS = [
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    ("ranks", "layouts"), [(2, TWO_RANKS), (4, FOUR_RANKS), (8, mixes(3))], ids=["2", "4", "8"]
+    ("ranks", "layouts"), [(2, TWO_RANKS), (4, FOUR_RANKS), (8, EIGHT_RANKS)], ids=["2", "4", "8"]
 )
 def test_every_layout_agrees_with_one_process(ranks: int, layouts: list[str]) -> None:
     """Two strands have the bits of one; gradients are those of one process within BOUND. On two
     ranks each layout has both families. On four and eight every pair of ways along two axes is
-    there with one family, and each way along an axis with both."""
+    there with one family, and each way along an axis with both; on eight every three axes too."""
     cases = [(text, family) for text in layouts for family in FAMILIES]
+    if ranks == 8:
+        held = {pair for text in layouts for pair in combinations(text.split(), 2)}
+        assert held == {tuple(text.split()) for text in mixes(2)}
+        assert set(layouts) <= set(mixes(3))
     if ranks > 2:
         cases = [cases[2 * index + (index + index // 2) % 2] for index in range(len(layouts))]
         words = {(word, family) for text, family in cases for word in text.split()}

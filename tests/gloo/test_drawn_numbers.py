@@ -21,7 +21,7 @@ from interlace.errors import InputError
 from interlace.step import Step
 
 pytestmark = pytest.mark.gloo
-QUICK = PlanConfig(cluster="h100")
+QUICK = PlanConfig(cluster="h100", search="list")
 BOUND = 1e-12
 """Of relative differences in float64."""
 LOGGER = logging.getLogger("forward")

@@ -38,7 +38,7 @@ import interlace
 from interlace.config import PlanConfig
 from interlace.errors import InputError
 
-QUICK = PlanConfig(cluster="h100")
+QUICK = PlanConfig(cluster="h100", search="list")
 VOCABULARY, WIDTH, BATCHES, STEPS = 33, 16, 3, 2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

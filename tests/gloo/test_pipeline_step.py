@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import interlace
 from interlace.config import PlanConfig
 
-QUICK = PlanConfig(cluster="h100")
+QUICK = PlanConfig(cluster="h100", search="list")
 SCHEDULES = (
     "gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "zb_h1", "zb_v", "dual_pipe_v",
     "stp", "folded", "eager_folded",

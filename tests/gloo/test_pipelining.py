@@ -38,7 +38,7 @@ from interlace.config import PlanConfig
 from interlace.errors import InputError, RunError
 from interlace.pipelining import PipelineSchedule
 
-QUICK = PlanConfig(cluster="h100")
+QUICK = PlanConfig(cluster="h100", search="list")
 COUNT = 4
 """Micro-batches of most tests."""
 

@@ -24,7 +24,7 @@ from interlace.ir.actions import Action, backward, forward, together
 from interlace.ir.stage_messages import chunks_of
 from interlace.schedules.finder import find
 
-QUICK = PlanConfig(cluster="h100")
+QUICK = PlanConfig(cluster="h100", search="list")
 SCHEDULES = (
     "gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "zb_h1", "zb_v", "dual_pipe_v",
     "stp", "folded", "eager_folded",

@@ -25,7 +25,7 @@ import interlace
 from interlace.config import PlanConfig
 from interlace.errors import InputError, RunError
 
-QUICK = PlanConfig(cluster="h100")
+QUICK = PlanConfig(cluster="h100", search="list")
 FACTOR = 1.0
 
 

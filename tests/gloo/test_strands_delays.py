@@ -16,9 +16,9 @@ from interlace.search.planner import SEARCHES
 from interlace.step import Step
 
 CASE = Case(layers=1, heads=4, kv_heads=2, sequence=16)
-SEEDS = 60
-"""Per plan; with three searches, one strand and two random plans 360 steps in all."""
-SLEEPS = 0.01
+SEEDS = 20
+"""Per plan; with three searches, one strand and two random plans 120 steps in all."""
+SLEEPS = 0.03
 LONGEST_S = 0.004
 RANDOM_PLANS = (2, 3)
 
@@ -55,7 +55,7 @@ class Pauses:
 
 
 def plans(world: World) -> dict[str, Step]:
-    costs = world.costs()
+    costs = world.computed()
     runners = {search: world.planned(search, costs) for search in SEARCHES}
     runners |= {f"random {seed}": world.runner(world.random_plan(seed)) for seed in RANDOM_PLANS}
     return runners | {"one strand": world.runner()}
@@ -89,11 +89,11 @@ def child() -> dict[str, Any]:
 
 @pytest.mark.timeout(600)
 def test_ranks_that_run_apart_neither_hang_nor_change_a_bit() -> None:
-    """Losses, gradients and weights of 360 disturbed steps, on both ranks."""
+    """Losses, gradients and weights of 120 disturbed steps, on both ranks."""
     results = [r.value for r in run_ranks("test_strands_delays:child", 2, timeout_s=400)]
     for found in results:
         assert set(found["different"]) == {*SEARCHES, "random 2", "random 3", "one strand"}
         assert not any(found["different"].values()), found["different"]
         assert found["calls"] > SEEDS * 6 * 1000
-        assert found["sleeps"] > SEEDS * 6 * 5
+        assert found["sleeps"] > SEEDS * 6 * 15
     assert results[0]["first"] != results[1]["first"]

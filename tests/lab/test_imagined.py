@@ -197,10 +197,10 @@ def child_strands() -> dict[str, Any]:
     with imagined_world(load_cluster("a800"), 2, slower=20.0) as imagined:
         world = open_world(Case(), 2)
         one = train(world, world.runner(), 3)
-        two = train(world, world.planned("list"), 3)
+        two = train(world, world.planned(costs=world.costs()), 3)
         shuffled = train(world, world.runner(world.random_plan(3)), 3)
         with imagined.free_transfers():
-            free = train(world, world.planned("list"), 3)
+            free = train(world, world.planned(costs=world.costs()), 3)
         found = {
             "two": differences(one, two),
             "shuffled": differences(one, shuffled),

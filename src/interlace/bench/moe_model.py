@@ -5,7 +5,7 @@ the experts is the same in all ways and from run to run. The router's scores wei
 and are learned as ever.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from interlace.config import ModelConfig
 from interlace.models.experts import Experts
 from interlace.models.llama import Attention
 
+ROUTINGS = ("balanced", "skewed")
+"""How experts are drawn."""
 EXPONENT = 1.0
 """Of Zipf's law in skewed routing: expert e is drawn in proportion to 1 / (e + 1)."""
 
@@ -41,6 +43,8 @@ class MoeSize:
     ranks: int = 2
     flops_per_s: float = 0.0
     """Of emulated compute: matmuls and attention sleep. 0: they are computed."""
+    routings: Sequence[str] = ROUTINGS
+    """A case each."""
 
     @property
     def tokens(self) -> int:

@@ -19,7 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.bench.decompose_emulated import emulated_compute
-from interlace.bench.moe_model import MoeLlama, MoeSize, imbalance, micro_batches, set_weights
+from interlace.bench.moe_model import (
+    ROUTINGS,
+    MoeLlama,
+    MoeSize,
+    imbalance,
+    micro_batches,
+    set_weights,
+)
 from interlace.bench.moe_order import fixed_plan
 from interlace.bench.moe_rivals import EagerExperts, deal_experts, eager_step
 from interlace.bench.moe_strands import (
@@ -29,7 +36,6 @@ from interlace.bench.moe_strands import (
     FIXED,
     GROUPS,
     ONE,
-    ROUTINGS,
     TWO,
     WAYS,
     rate_for,
@@ -252,7 +258,7 @@ def main(job_path: str, result_path: str) -> int:
         rate = rate_for(ways.recorded(ONE, 1 + _CALIBRATED)[1:], CALIBRATION_RATE)
         set_own_rate(rate)
         cases = {}
-        for routing in ROUTINGS:
+        for routing in size.routings:
             cases[routing] = measure_routing(ways, routing)
             _say(f"{routing} on a link of {rate}: {_told(cases[routing])}")
         found = {"rate": rate, "cases": cases}
