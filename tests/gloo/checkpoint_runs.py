@@ -27,7 +27,8 @@ SETTINGS = {
     "train.steps": str(STEPS),
     "checkpoint.every": str(EVERY),
     "model.layers": "1",  # what is saved and restored does not depend on how many there are
-    "plan.profile_repeats": "1",
+    "plan.cluster": "h100",
+    "plan.search": "list",
     "output.record_every": "5",
 }
 
