@@ -164,7 +164,8 @@ def test_a_plan_is_made_again_when_the_load_drifts(runs: Runs) -> None:
     """With the bits of a run without plans, and between two steps of all ranks."""
     steps = {"train__steps": 2 * DRIFT_STEPS + 2, "checkpoint__every": 0}
     runs.train("kept", 2, **TWO | steps | {"strands": "1"})
-    runs.train("renewed", 2, **TWO | steps | {"train__renew_plan_at": 1e-6, "plan__search": "list"})
+    measured = {"train__renew_plan_at": 1e-6, "plan__cluster": "", "plan__profile_repeats": 1}
+    runs.train("renewed", 2, **TWO | steps | measured)
     assert numbers(runs, "renewed") == numbers(runs, "kept")
     (renewed,) = runs.events("renewed", "renewal")
     assert renewed["step"] == 2 * DRIFT_STEPS
