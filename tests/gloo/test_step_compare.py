@@ -132,7 +132,8 @@ def test_a_wrong_gradient_is_named() -> None:
 def test_a_step_says_what_it_is() -> None:
     """Schedule, operators, and what is predicted of each phase; one strand has no plan."""
     batch = batches_of()[0]
-    two = interlace.compile_step(Perceptron(), loss_of, batch, config=QUICK)
+    config = PlanConfig(cluster="h100")  # the default search
+    two = interlace.compile_step(Perceptron(), loss_of, batch, config=config)
     operators = sum(len(graph.operators) for graph in two.strands.op_graphs.values())
     assert repr(two).startswith(
         f"Step(schedule two_strand, {operators} operators, no collectives, planned by merge: "
