@@ -125,8 +125,8 @@ def explained(module: nn.Module) -> Iterator[None]:
                 module,
                 f"forward changes Python state: {', '.join(changed)}",
                 (),
-                "a traced forward runs once, not every step: keep state out of forward, or where it "
-                "only fills what later calls read, call forward once before compile_step",
+                "a traced forward runs once, not every step: keep state out of forward, or where "
+                "it only fills what later calls read, call forward once before compile_step",
             )
 
 
