@@ -65,7 +65,7 @@ def test_everything_is_written(tmp_path, capsys):
     """Plan, JSON and picture agree; tables and file names go to stderr, stdout stays empty."""
     plan, figures, picture = (tmp_path / name for name in ("new/plan.txt", "p.json", "p.png"))
     arguments = ["-o", str(plan), "--json", str(figures), "--picture", str(picture)]
-    assert main(["plan", *SMALL, *arguments]) == 0
+    assert main(["plan", *SMALL, *arguments, "--compare-searches"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
     for words in ("tracing 1 layers", "search merge ... ", "list *", "one strand", "memory of"):

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -83,6 +84,11 @@ class Prints(Part):
         return self.linear(x)
 
 
+class DrawsInPython(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if random.random() < 2 else x  # here
+
+
 class Distributes(Part):
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +139,7 @@ def refusal(kind: type[Part]) -> str:
         (Statistics, "forward writes to buffer 'stages.0.1.norm.running_mean'"),
         (Broadcasts, "collective _c10d_functional.broadcast.default is not supported"),
         (Prints, "print"),
+        (DrawsInPython, "cannot be traced: forward draws from Python's random module"),
         (Distributes, "cannot be traced: distribute_tensor in forward sends a tensor from one"),
         (Raises, "cannot be traced: forward raises AttributeError: 'Raises' object has no attr"),
     ],

@@ -73,6 +73,7 @@ def compared(layers: int = 1, **changes: object) -> Comparison:
         "limits": MemoryLimits(),
         "constant_bytes": HELD,
         "stage": lambda _: nullcontext(),
+        "every": True,
     }
     return compare_searches(graphs, costs, **(options | changes))
 
@@ -155,6 +156,9 @@ def test_searches_are_compared_with_one_strand() -> None:
         of_all = comparison.extra_of_all_memory(name)
         assert of_all == pytest.approx(extra / (one.peak_bytes + 1000))
     assert comparison.speed_up("merge") > 1.2
+    alone = compared(layers=2, every=False)
+    assert set(alone.searches) == {"list"}
+    assert alone.best.step == comparison.best.step
 
 
 def test_tables_hold_the_figures() -> None:

@@ -20,13 +20,14 @@ def plan(
     interpolate: Annotated[bool, Parameter(negative="")] = False,
     json: Path | None = None,
     picture: Path | None = None,
+    compare_searches: Annotated[bool, Parameter(negative="")] = False,
     global_batch: int = 0,
     expert_load: float = 1.0,
     config: RunOptions = RunConfig(),  # noqa: B008  frozen
     verbose: Verbose = False,
 ) -> int:
-    """Find the order of operators for a run without training, and print it; with --global-batch,
-    find the layout of a job on a cluster instead, and print a run file.
+    """Find the order of operators for a run without training, and print it; with --global-batch
+    the layout of a job on a cluster instead, as a run file.
 
     Parameters
     ----------
@@ -35,20 +36,21 @@ def plan(
         model alone (llama-70b, mixtral-8x7b), and --sequence N is short for
         --data.sequence_length N.
     output
-        Write the plan to this file instead of standard output, for plan.file of a later run; with
-        --global-batch the run file.
+        Write the plan to this file, for plan.file of a later run; with --global-batch the run file.
     cluster
-        Compute times for this cluster: a TOML file, or a preset (a40, a800, h100, h200). It takes
-        the place of hardware.* and link.*, and is refused together with them or with --cost.
-        With --global-batch the number of devices stands behind it: h100x512.
+        Compute times for this cluster: a TOML file, or a preset (a40, a800, h100, h200), in place
+        of hardware.*, link.* and --cost. With --global-batch the number of devices stands behind
+        it: h100x512.
     cost
         Times from this file, written by `interlace profile`, instead of computed ones.
     interpolate
         Estimate operators that the cost file does not have.
     json
-        Also write the plan with all figures to this file.
+        Also write the plan with all figures here.
     picture
-        Also draw the plan's timeline to this .png file.
+        Also draw the plan's timeline to this .png.
+    compare_searches
+        Also plan by the searches that plan.search does not name, and show what each gives.
     global_batch
         Sequences of a step, of all replicas: search how to split the job over the devices of
         --cluster. Fields of [parallel], pipeline.schedule, train.micro_batch_size and
@@ -62,7 +64,7 @@ def plan(
     if global_batch:
         from interlace.cli.strategy_command import plan_strategy  # noqa: PLC0415  starts faster
 
-        _refuse(cost=cost, interpolate=interpolate, picture=picture)
+        _refuse(cost=cost, interpolate=interpolate, picture=picture, compare=compare_searches)
         return plan_strategy(
             config, cluster=cluster, global_batch=global_batch, expert_load=expert_load,
             output=output, json=json,
@@ -71,14 +73,9 @@ def plan(
     from interlace.train.planning import plan_command  # noqa: PLC0415  imports torch
 
     return plan_command(
-        config,
-        output,
-        cluster=cluster,
-        cost=cost,
-        interpolate=interpolate,
-        json=json,
-        picture=picture,
-    )
+        config, output, cluster=cluster, cost=cost, interpolate=interpolate, json=json,
+        picture=picture, every_search=compare_searches,
+    )  # fmt: skip
 
 
 def _refuse_load(expert_load: float) -> None:
@@ -90,10 +87,11 @@ def _refuse_load(expert_load: float) -> None:
         )
 
 
-def _refuse(*, cost: Path | None, interpolate: bool, picture: Path | None) -> None:
+def _refuse(**given: object) -> None:
     """Options that say nothing about a search of layouts."""
-    for option, value in (("cost", cost), ("interpolate", interpolate), ("picture", picture)):
+    for name, value in given.items():
         if value:
+            option = "compare-searches" if name == "compare" else name
             raise InputError(
                 f"--{option} and --global-batch cannot go together: layouts are compared by times "
                 "computed for --cluster",

@@ -65,11 +65,22 @@ _HINTS = (
         ("raised exception",),
         "see whether eager PyTorch raises it too: call loss_fn(module, *batch)",
     ),
+    (
+        ("Random.",),
+        "draw with torch, as torch.rand(()) in torch.where: from Python's random a traced forward "
+        "would draw once for all steps",
+    ),
+    (
+        ("get_rng_state", "set_rng_state"),
+        "leave it to torch.utils.checkpoint.checkpoint, which is traced",
+    ),
     (("builtin", "logging"), "move printing, and looking up loggers, out of forward"),
 )
 """What to do, by words of torch's message, or names of functions in which it failed."""
 _REASONS = (
     ("distribute_tensor", "distribute_tensor in forward sends a tensor from one rank to others"),
+    ("Random.", "forward draws from Python's random module"),
+    ("get_rng_state", "forward reads the state of torch's random numbers"),
     ("set_runtime_stats_and_log", "loss_fn calls DistributedDataParallel"),
 )
 """What went wrong, by the same words, where torch's message says something else."""
@@ -114,7 +125,8 @@ def explained(module: nn.Module) -> Iterator[None]:
                 module,
                 f"forward changes Python state: {', '.join(changed)}",
                 (),
-                "a traced forward runs once, not every step: keep state out of forward",
+                "a traced forward runs once, not every step: keep state out of forward, or where "
+                "it only fills what later calls read, call forward once before compile_step",
             )
 
 

@@ -61,7 +61,7 @@ class PlanFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What every search gives for one run."""
+    """What searches give for one run."""
 
     chosen: str
     """The search whose plan the run takes."""
@@ -103,16 +103,17 @@ def compare_searches(
     limits: MemoryLimits,
     constant_bytes: Mapping[str, int],
     stage: Callable[[str], AbstractContextManager[None]],
+    every: bool = False,
 ) -> Comparison:
-    """Plan with every search of ours and the chosen one; `stage` is entered with a few words around
-    each long part.
+    """Plan with the chosen search and with one strand, with `every` by all searches of ours too;
+    `stage` is entered with a few words around each long part.
 
     Raises InputError if the chosen search gives no plan within `limits`.
     """
     chosen = present_search(chosen, "search")
     searches: dict[str, PlanFigures] = {}
     refused: dict[str, str] = {}
-    for name in dict.fromkeys((*SEARCHES, chosen)):
+    for name in dict.fromkeys((*(SEARCHES if every else ()), chosen)):
         with stage(f"search {name}"):
             try:
                 plan = make_plan(graphs, costs, name, limits=limits)

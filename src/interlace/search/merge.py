@@ -36,6 +36,9 @@ NARROW_CUT = (0.5, 16)
 MANY = 1000
 """Operators beyond which a problem is merged once, with the second cut, and where memory is tight
 the best merge within the bound is taken as it is; a choice that bounds the time of a search."""
+NEAR_BOUND = 1.001
+"""How many times as long as the certified bound the order of more than `MANY` operators may be
+without being polished; a choice: times vary by more than a thousandth from step to step."""
 STATES = 4000
 """Operators beyond which a problem is merged with fewer states kept, down in proportion; a choice
 that bounds the time of a search."""
@@ -153,7 +156,7 @@ class _Search:
     def _improved(self, order: list[int], bound: int) -> list[int]:
         """An order that fits, made shorter if that is possible, then with a lower peak."""
         values = self.values if bound else None
-        if self._length(order) > self.least:
+        if self._length(order) > self.least * (1.0 if self.few else NEAR_BOUND):
             proven = order_optimal(self.world, order, values=values, bound=bound)
             order = proven if proven is not None else self._polished(order, bound)
         return self._lowered(order, self._length(order))

@@ -42,6 +42,8 @@ class Rank:
         self.issue_ns = issue_ns
         self.factors = contention.factors if contention else {}
         self.links = contention.links if contention else {}
+        self.alone = not self.factors and not self.links
+        """Whether everything goes at full speed, whatever runs beside it."""
         self.now = 0.0
         self.queues: dict[str, deque[RunningTransfer]] = {}
         self.log: list[Span | RunningTransfer] = []
@@ -90,8 +92,10 @@ class Rank:
             if not heads:
                 self.now += work
                 break
-            slow = 1.0 + sum(self._factors(kind, transfer)[0] - 1.0 for transfer in heads)
-            slowed = [self._slow(kind, transfer, heads) for transfer in heads]
+            slow, slowed = 1.0, [1.0] * len(heads)
+            if not self.alone:
+                slow += sum(self._factors(kind, transfer)[0] - 1.0 for transfer in heads)
+                slowed = [self._slow(kind, transfer, heads) for transfer in heads]
             lasts = (t.left * factor for t, factor in zip(heads, slowed, strict=True))
             step = min(work * slow, *lasts)
             self._step(heads, slowed, step)

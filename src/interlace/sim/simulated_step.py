@@ -10,13 +10,15 @@ from interlace.ir.actions import Action, Slot, label_of, strand
 from interlace.ir.costs import CostTable
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph
-from interlace.ir.plan import Plan
+from interlace.ir.plan import PhasePlan, Plan
 from interlace.ir.timeline import Timeline
 from interlace.schedules.finder import Schedule, find
 from interlace.sim.lanes import Rank, RunningTransfer
 
 _Across = dict[tuple[str, str], list[tuple[str, str]]]
 """(graph, operator) -> the operators of other graphs of its micro-batch that it waits for."""
+_Issued = tuple[str, str, bool]
+"""(label of the strand or empty where it is alone, operator, whether a barrier follows)."""
 
 
 def simulate_step(
@@ -35,14 +37,13 @@ def simulate_step(
     phases = {action.phase for action in actions}
     of_phase = {name: phase_graph(name, graphs, plan.head) for name in phases}
     times = {name: costs.of(graph) for name, graph in graphs.items()}
-    across = _across(of_phase) | _between_chunks(graphs)
+    waits = _waits(graphs, _across(of_phase) | _between_chunks(graphs))
     rank = Rank(costs.issue_ns, costs.contention)
     flying: dict[tuple[str, int, str], RunningTransfer] = {}
     for slot, name, stop in _operators(plan, actions):
         graph, index = slot.strand.graph, slot.micro_batch
         op = graphs[graph].by_id[name]
-        sources = [(graph, index, source) for source in op.inputs]
-        sources += [(other, index, source) for other, source in across.get((graph, name), ())]
+        sources = [(other, index, source) for other, source in waits[graph, name]]
         rank.wait(flying[source] for source in sources if source in flying)
         ns = times[graph][name]
         if op.is_collective:
@@ -52,6 +53,19 @@ def simulate_step(
         if stop:
             rank.wait(rank.in_flight())
     return Timeline(label, 0, rank.finish())
+
+
+def _waits(graphs: Mapping[str, OpGraph], across: _Across) -> _Across:
+    """The collectives that each operator waits for, those of its own graph first."""
+    found: _Across = {}
+    for graph in graphs:
+        for op in graphs[graph].operators:
+            sources = [(graph, name) for name in op.inputs]
+            sources += across.get((graph, op.id), ())
+            found[graph, op.id] = [
+                (other, name) for other, name in sources if graphs[other].by_id[name].is_collective
+            ]
+    return found
 
 
 def _across(of_phase: Mapping[str, OpGraph]) -> _Across:
@@ -95,11 +109,19 @@ def _between_chunks(graphs: Mapping[str, OpGraph]) -> _Across:
 
 def _operators(plan: Plan, actions: Sequence[Action]) -> Iterator[tuple[Slot, str, bool]]:
     """(slot, operator, whether a barrier follows) in the order of issue."""
+    issued: dict[str, list[_Issued]] = {}
     for action in actions:
-        planned = plan.needed(action.phase)
-        stops = frozenset(planned.barriers)
+        if action.phase not in issued:
+            issued[action.phase] = _issued(plan.needed(action.phase), single=len(action.slots) == 1)
         slots = {slot.strand.label: slot for slot in action.slots}
-        single = action.slots[0] if len(action.slots) == 1 else None
-        for full_name in planned.order:
-            slot = single or slots[label_of(full_name)]
-            yield slot, full_name.rpartition(".")[2], full_name in stops
+        slots[""] = action.slots[0]
+        for label, name, stop in issued[action.phase]:
+            yield slots[label], name, stop
+
+
+def _issued(planned: PhasePlan, *, single: bool) -> list[_Issued]:
+    stops = frozenset(planned.barriers)
+    return [
+        ("" if single else label_of(name), name.rpartition(".")[2], name in stops)
+        for name in planned.order
+    ]

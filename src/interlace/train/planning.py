@@ -69,9 +69,11 @@ def plan_command(
     json: Path | None = None,
     picture: Path | None = None,
     cluster: str = "",
+    every_search: bool = False,
 ) -> int:
     """Plan `config`: tables on stderr, the plan on stdout or in `output`; more in other files.
     Without a file of costs they are those of `cluster`, or else of the machine of the run file.
+    `every_search` plans by the searches that were not asked for too, to compare them.
 
     Raises InputError for a configuration, a cost file, a cluster or an output that cannot work.
     """
@@ -112,6 +114,7 @@ def plan_command(
         limits=limits,
         constant_bytes=constant_bytes(config, strands.module, strands.data),
         stage=_stage,
+        every=every_search,
     )
     _say(f"\n{plan_summary(comparison)}\n")
     if json is not None:
