@@ -1,5 +1,5 @@
 """Proves that several chunks on a rank change no bit: `folded`, the front half of one micro-batch's
-forward beside the back half of another's backward, against one strand, over some steps of training.
+forward beside the back half of another's backward, against one strand, over 20 steps of training.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ from interlace.train.step_runners import planned_step
 from orders import random_order
 from phases import phase_graphs
 
-STEPS = 4
+STEPS = 20
 LAYOUTS = ("zero3x2 tp2", "zero1x2 tp2")
 
 
@@ -41,7 +41,7 @@ def fold(strands: Strands, seed: int) -> tuple[Strands, Plan]:
 
 
 def tensor_parallel() -> dict[str, Any]:
-    """What differs between one strand and folded; and how graphs were cut."""
+    """What differs between one strand and folded, over 20 steps; and how graphs were cut."""
     with gloo_group():
         world = open_world(Case(tied_head=True), 2)
         one = train(world, world.runner(), STEPS)
@@ -64,7 +64,7 @@ def tensor_parallel() -> dict[str, Any]:
 
 
 def sharded() -> dict[str, list[str]]:
-    """By layout: steps and names whose bits differ."""
+    """By layout: steps and names whose bits differ over 20 steps."""
     found = {}
     groups: dict[str, str] = {}
     with gloo_group():
@@ -150,7 +150,7 @@ def cases() -> dict[str, list[Any]]:
 
 
 def test_folded_has_the_bits_of_one_strand(cases: dict[str, list[Any]]) -> None:
-    """Tensor parallel with a tied head: losses, gradients and weights of four steps, in an order
+    """Tensor parallel with a tied head: losses, gradients and weights of 20 steps, in an order
     that no search would make; and losses without gradients."""
     for facts in [rank.value for rank in cases["tensor"]]:
         assert facts["different"] == []
