@@ -39,7 +39,7 @@ BENCHES = (
     Bench("searched", 14, links=False),
     Bench("tensor_share", 15, links=True),
     Bench("stage_transfers", 14, links=True),
-    Bench("moe_strands", 16, links=True),
+    Bench("moe_strands", 17, links=True),
 )
 
 
