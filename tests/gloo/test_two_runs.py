@@ -54,7 +54,9 @@ def test_a_second_run_is_refused_and_an_orphan_ends(tmp_path: Path) -> None:
 
         taken = replace(owner, epoch=owner.epoch + 1, token="other", host="elsewhere")
         for folder in (lock.parent, kept):
-            (folder / LOCK).write_text(json.dumps(asdict(taken)) + "\n")
+            other = folder / "other"  # a run that reads half of it would end by another name
+            other.write_text(json.dumps(asdict(taken)) + "\n")
+            other.replace(folder / LOCK)
         before, lines = runs.steps("live"), (lock.parent / "metrics.jsonl").read_bytes()
         ended = running.wait()
         assert all(f"taken over by {taken}" in each.value["error"] for each in ended), ended
