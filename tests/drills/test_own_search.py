@@ -78,7 +78,10 @@ def test_interlace_plan_shows_it_beside_ours(
     """A row of the table, the figures in JSON, and the plan itself."""
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RUN)
-    assert main(["plan", "run.toml", "-o", "plan.txt", "--json", "plan.json"]) == 0
+    assert (
+        main(["plan", "run.toml", "--compare-searches", "-o", "plan.txt", "--json", "plan.json"])
+        == 0
+    )
     table = capsys.readouterr().err
     assert f"{NAME} *" in table
     assert all(name in table for name in ("merge", "list", "segment_pairs"))
