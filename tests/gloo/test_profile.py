@@ -25,8 +25,6 @@ from interlace.measure.pairs import measure_lanes, time_transfer
 from interlace.measure.start_up import open_profiler, profile_strands
 from interlace.runtime.recorder import HostClock
 
-pytestmark = pytest.mark.alone
-
 SMALL = ("--model.layers", "1", "--plan.profile_repeats", "1")
 """How much is measured and how often does not matter where a profile ends and goes on."""
 

@@ -30,6 +30,8 @@ COMMON: dict[str, Any] = {
 GPT: dict[str, Any] = {"model__architecture": "gpt", "model__dropout": 0.1}
 BLOCKS = "model.blocks.1,model.blocks.3"
 PIPELINE: dict[str, Any] = COMMON | {"parallel__pipeline": 2, "strands": "2"}
+FEW = {"model__layers": 3}
+"""Enough where stages have several ranks: each of them traces all layers, and chunks cut some."""
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,7 @@ def save_small_llama(folder: Path, *, tied: bool = True) -> None:
 def test_a_stage_without_weights_is_refused(runs: Runs) -> None:
     """On all ranks, with what to set: attention alone, between its projections, has none."""
     inside = "model.blocks.2.attention.core,model.blocks.2.attention.output"
-    given = PIPELINE | {"parallel__pipeline": 3, "pipeline__split_at": inside}
+    given = PIPELINE | FEW | {"parallel__pipeline": 3, "pipeline__split_at": inside}
     given |= {"output__directory": "bare"}
     settings = SETTINGS | {key.replace("__", "."): str(value) for key, value in given.items()}
     results = run_ranks(
@@ -162,9 +164,9 @@ def test_the_report_shows_all_ranks(runs: Runs, tmp_path: Path) -> None:
 def test_stages_of_several_ranks(runs: Runs, axis: str) -> None:
     """Two stages of two ranks each, which share layers or see other data: the losses of two ranks
     without stages; norms are added in another order."""
-    of_two = COMMON | {f"parallel__{axis}": 2}
+    of_two = COMMON | FEW | {f"parallel__{axis}": 2}
     runs.train(f"{axis}-2", 2, **of_two)
-    of_four = PIPELINE | {f"parallel__{axis}": 2, "pipeline__schedule": "dual_pipe_v"}
+    of_four = PIPELINE | FEW | {f"parallel__{axis}": 2, "pipeline__schedule": "dual_pipe_v"}
     runs.train(f"{axis}-4", 4, **of_four)
     assert runs.losses(f"{axis}-4") == runs.losses(f"{axis}-2")
     norms = [[e["grad_norm"] for e in runs.events(f"{axis}-{n}", "step")] for n in (2, 4)]
@@ -188,11 +190,11 @@ def shared(runs: Runs, name: str, kind: str, layout: dict[str, Any]) -> str:
     ranks, settings = SHARED[name]
     out = name if name == kind else f"{name}-{kind}"
     if not (runs.folder / out).exists():
-        runs.train(out, ranks, **PIPELINE | settings | layout)
+        runs.train(out, ranks, **PIPELINE | FEW | settings | layout)
     return out
 
 
-@pytest.mark.parametrize("name", ["zero", "bfloat16", "tensor", "context"])
+@pytest.mark.parametrize("name", ["zero", "bfloat16"])
 def test_ranks_of_a_stage_share_its_optimizer(runs: Runs, name: str) -> None:
     """ZeRO-1 in a stage: the losses of whole masters on every rank of it, to the last bit."""
     whole = shared(runs, name, "whole", {"parallel__data_replicate": 2})
@@ -202,10 +204,30 @@ def test_ranks_of_a_stage_share_its_optimizer(runs: Runs, name: str) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["zero", "bfloat16", "tensor", "again"])
+@pytest.mark.parametrize(("name", "kind", "layout"), [
+    ("tensor", "gathered", ZERO3),
+    ("context", "zero", ZERO),
+])  # fmt: skip
+def test_stages_whose_ranks_share_a_layer_too(
+    runs: Runs, name: str, kind: str, layout: dict[str, Any]
+) -> None:
+    """Eight ranks that share layers or sequences, see other data and share weights or optimizers:
+    the losses of four without stages that have whole weights, but for the order in which the mean
+    over ranks is added up."""
+    ranks, settings = SHARED[name]
+    alone = {key: value for key, value in settings.items() if not key.startswith("pipeline__")}
+    of_four = COMMON | FEW | alone | {"parallel__data_replicate": 2}
+    runs.train(f"{name}-alone", ranks // 2, **of_four)
+    out = shared(runs, name, kind, layout)
+    assert runs.losses(out) == pytest.approx(runs.losses(f"{name}-alone"), rel=1e-6)
+    norms = [[e["grad_norm"] for e in runs.events(n, "step")] for n in (out, f"{name}-alone")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["zero", "bfloat16", "again"])
 def test_stages_gather_their_weights(runs: Runs, name: str) -> None:
-    """ZeRO-3 in a stage, with a head tied to the embedding of another one: the losses of whole
-    weights, to the last bit."""
+    """ZeRO-3 in a stage, with a head tied to the embedding of another one: losses and norms of
+    ZeRO-1, to the last bit."""
     whole = shared(runs, name, "zero", ZERO)
     out = shared(runs, name, "gathered", ZERO3)
     assert numbers(runs, out) == numbers(runs, whole)
@@ -219,7 +241,7 @@ def test_checkpoints_of_a_shared_optimizer(runs: Runs, source: str, layout: dict
     """What ranks saved in parts others take up whole, or in other parts."""
     layouts = {"zero": ZERO, "whole": {"parallel__data_replicate": 2}, "gathered": ZERO3}
     source = shared(runs, "zero", source, layouts[source])
-    settings = PIPELINE | layout | {"checkpoint__every": 0}
+    settings = PIPELINE | FEW | layout | {"checkpoint__every": 0}
     runs.train(f"{source}-on", 4, **settings, checkpoint__resume=runs.checkpoint(source, SAVED))
     assert runs.losses(f"{source}-on") == runs.losses(source)[SAVED:]
 
@@ -249,7 +271,7 @@ def tampered(folder: str, settings: dict[str, str]) -> list[Any]:
 def test_replicas_of_a_stage_are_compared(runs: Runs) -> None:
     """A weight that has come to differ between the replicas of the second stage ends the run on all
     ranks before anything is saved."""
-    given = PIPELINE | {"parallel__data_replicate": 2, "output__directory": "odd"}
+    given = PIPELINE | FEW | {"parallel__data_replicate": 2, "output__directory": "odd"}
     settings = SETTINGS | {k.replace("__", "."): str(value) for k, value in given.items()}
     results = run_ranks(
         "test_train_pipeline:tampered", 4, args=[str(runs.folder), settings], timeout_s=120

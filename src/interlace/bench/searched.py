@@ -1,18 +1,19 @@
 """A pipeline searched for an uneven model, against interleaved 1F1B with equal layers.
 
-Four ranks run a GPT of 32 blocks with 1/32 of the widths of a 3B model and of its vocabulary of
-128,256 words, so that blocks and head have the ratios of the full model: the head takes as long as
-three and a half blocks, and every sixth block has an MLP of twice the width. Compute is emulated:
-each matmul sleeps for its FLOPs at a given rate, as there are fewer cores than ranks; everything
-else is real, transfers over gloo and the runtimes above all. The search gets the same FLOPs and
-rate, and as much memory as interleaved 1F1B takes. All ways take turns step by step in one run, and
-their gradients are compared before, without emulation.
+Four ranks run a GPT with 1/32 of the widths of a larger model and of its vocabulary of 128,256
+words, so that blocks and head have the ratios of the full model: of 3B, 32 blocks and a head that
+takes as long as three and a half of them, and of 1B, 16 blocks and a head as long as five. Every
+sixth block has an MLP of twice the width. Compute is emulated: each matmul sleeps for its FLOPs at
+a given rate, as there are fewer cores than ranks; everything else is real, transfers over gloo and
+the runtimes above all. The search gets the same FLOPs and rate, and as much memory as interleaved
+1F1B takes. All ways take turns step by step in one run, and their gradients are compared before,
+without emulation.
 """
 
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ EMULATED = "emulated compute"
 """What cases are called in which matmuls sleep."""
 _MICRO_BATCHES = (8, 16)
 """Of a step."""
+_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "3B": {"width": 96, "blocks": 32, "flops_per_s": 5e8},
+    "1B": {"width": 64, "blocks": 16, "flops_per_s": 2e8},
+}
+"""Widths are those of Llama 3.2 by 32. Steps of each take about 10 s, in which what is not emulated
+takes little."""
 _BOUNDARY_NS = 300_000
 """Time of a message of some KB over gloo and loopback, about; a choice."""
 _SEARCHED, _USUAL, _BEST, _TORCH = "searched", "interleaved", "best fixed", "torch interleaved"
@@ -48,6 +55,8 @@ _SEARCHED, _USUAL, _BEST, _TORCH = "searched", "interleaved", "best fixed", "tor
 class UnevenSize:
     """The model and the step."""
 
+    model: str = "3B"
+    """Whose ratios these are."""
     width: int = 96
     heads: int = 4
     blocks: int = 32
@@ -90,13 +99,13 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     from interlace.report.tables import bench_table  # noqa: PLC0415  rich
 
     quickly = UnevenSize(flops_per_s=2.8e9, repeats=2, micro_batches=4, blocks=16)
-    sizes = [quickly] if quick else [UnevenSize(micro_batches=count) for count in _MICRO_BATCHES]
+    sizes = [quickly] if quick else list(_sizes())
     rows: list[ResultRow] = []
     for size in sizes:
         found = searched_for(size)
         usual = usual_of(found.fixed)
         print(
-            f"{size.micro_batches} micro-batches, {EMULATED}: matmuls sleep for their FLOPs at "
+            f"{_case(size)}: matmuls sleep for their FLOPs at "
             f"{size.flops_per_s:.2g} FLOP/s; by simulation {milliseconds(found.step.step_ns)} ms, "
             f"{usual.schedule} with equal layers {milliseconds(usual.length_ns)} ms, "
             f"no pipeline of these units less than {milliseconds(found.floor_ns)} ms",
@@ -109,6 +118,16 @@ def run(*, quick: bool, json_path: Path | None) -> int:
         write_json(json_path, "searched", environment(link), rows)
         print(json_path)
     return 0
+
+
+def _sizes() -> Iterator[UnevenSize]:
+    for name, given in _MODELS.items():
+        for count in _MICRO_BATCHES:
+            yield UnevenSize(model=name, micro_batches=count, **given)
+
+
+def _case(size: UnevenSize) -> str:
+    return f"{size.model}, {size.micro_batches} micro-batches, {EMULATED}"
 
 
 def searched_for(size: UnevenSize) -> SearchedPipeline:
@@ -152,7 +171,7 @@ def rows_of(
 ) -> list[ResultRow]:
     """The searched pipeline against each other way; and each against the simulator."""
     ms = {name: [each / 1e6 for each in own] for name, own in times.items()}
-    case = f"searched, {RANKS} ranks, {size.micro_batches} micro-batches, {EMULATED}"
+    case = f"searched, {RANKS} ranks, {_case(size)}"
     best = best_fixed(found)
     rows = [
         speedup(case, "speedup_vs_interleaved", ms[_SEARCHED], ms[_USUAL]),
@@ -166,9 +185,5 @@ def rows_of(
     ):
         shown = best.schedule if name == _BEST else name
         ours = [ns / 1e6] * len(ms[name])
-        rows.append(
-            predicted_over_measured(
-                f"{shown}, {size.micro_batches} micro-batches, {EMULATED}", ours, ms[name]
-            )
-        )
+        rows.append(predicted_over_measured(f"{shown}, {_case(size)}", ours, ms[name]))
     return rows
