@@ -26,7 +26,6 @@ from interlace.config import (
     PlanConfig,
     RunConfig,
     TrainConfig,
-    world_of,
 )
 from interlace.errors import InputError, RunError, nearest
 from interlace.graphs.torch_private import compile_elementwise
@@ -165,7 +164,7 @@ def _step_flops(config: RunConfig) -> float:
     )
     assert per_token is not None  # the bench trains our own Llama
     tokens = config.data.sequence_length * config.train.micro_batch_size
-    return per_token * tokens * config.train.micro_batches / world_of(config.parallel)
+    return per_token * tokens * config.train.micro_batches / config.parallel.ranks
 
 
 def _peak(config: RunConfig, *, on_gpu: bool) -> float | None:

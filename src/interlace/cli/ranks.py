@@ -11,10 +11,9 @@ from interlace.cli.host_memory import check_host_memory
 from interlace.cli.named_files import check_named_files
 from interlace.cli.run_file import save_run_config
 from interlace.config import RunConfig
+from interlace.degrees import ranks_of, resolve_layout
 from interlace.errors import InputError
 from interlace.ranks.launched import adopt_job, follow_launcher
-from interlace.rules import resolve_layout
-from interlace.stage_degrees import ranks_of
 
 MOST_RANKS = 16
 """So many local processes are started without being asked for by number."""

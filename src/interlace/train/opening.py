@@ -15,9 +15,10 @@ from interlace.compiled import (
     StepSettings,
     machine_of_plan,
 )
-from interlace.config import Mode, RunConfig, modes_of
+from interlace.config import Mode, RunConfig
 from interlace.data.batches import open_dataset
 from interlace.decompose.rewrite.apply import Decompose
+from interlace.degrees import of_rank, resolve_layout, stages_of, vocabulary_divisor
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.wide_sums import wide_sums
@@ -29,7 +30,7 @@ from interlace.parallel.meshes import StageGroups, axis_groups, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.ranks.device import check_device, claim_device, limit_waits
 from interlace.ranks.replicas import random_state
-from interlace.rules import check, resolve_layout
+from interlace.rules import check
 from interlace.run_files import cache_directory
 from interlace.runtime.candidates import trace_candidates
 from interlace.runtime.executor import Batch
@@ -42,7 +43,6 @@ from interlace.runtime.stage_meshes import StageMeshes
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import Schedule, find
 from interlace.schedules.stage import StageSchedule
-from interlace.stage_degrees import of_rank, stages_of, vocabulary_divisor
 from interlace.step import Draws, Step
 from interlace.train.built_model import build_module, overridden_shape, published_shape
 from interlace.train.fully_sharded import FullyShardedRunner, sharded_twin
@@ -127,7 +127,7 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     if meshes.stages is None:  # in a pipeline it is not the graphs that sum over replicas
         data = data_layout(module, config.parallel, meshes, reduce_dtype)
     twin = None
-    if "eager" in modes_of(config) and data is not None and _can_fully_shard(config):
+    if "eager" in config.modes and data is not None and _can_fully_shard(config):
         twin = sharded_twin(module, meshes, dtype)
     weights = MasterWeights(module, dtype, data=data, meshes=meshes)
     setup = Setup(config, asked, rank, world_size, device, meshes, dataset, weights, drawn)
@@ -218,7 +218,7 @@ def _runners(
     from."""
     if setup.stages is not None:
         return {setup.config.strands: _pipeline(setup, setup.stages)}, None
-    modes = modes_of(setup.config)
+    modes = setup.config.modes
     runners: dict[Mode, StepRunner] = {}
     if "eager" in modes:
         runners["eager"] = _eager_runner(setup, twin)

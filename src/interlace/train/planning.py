@@ -20,9 +20,10 @@ import torch.distributed as dist
 from interlace import run_files
 from interlace.claims import refuse_in_live_run
 from interlace.compiled import Compilation, StepSettings
-from interlace.config import RunConfig, world_of
+from interlace.config import RunConfig
 from interlace.data.tokens import open_tokenizer
 from interlace.decompose.rewrite.apply import Decompose
+from interlace.degrees import resolve_layout
 from interlace.errors import InputError
 from interlace.experts.merged_sends import expected_sends
 from interlace.graphs.recompute import policy_of
@@ -39,7 +40,7 @@ from interlace.report.plan_figures import compare_searches
 from interlace.report.plan_picture import plan_png
 from interlace.report.plan_tables import plan_json, plan_summary
 from interlace.report.stage_tables import stages_json, stages_summary
-from interlace.rules import check, resolve_layout
+from interlace.rules import check
 from interlace.run_files import write_whole
 from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
@@ -89,7 +90,7 @@ def plan_command(
     if config.parallel.pipeline > 1:
         return _plan_stages(config, output, json=json, picture=picture, cluster=on)
     table = read_costs(cost) if cost else None
-    (_, layers, _), ranks = _shape(config), world_of(config.parallel)
+    (_, layers, _), ranks = _shape(config), config.parallel.ranks
     with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
         candidates = trace_fake(config, on)
     whole = candidates.whole
@@ -140,7 +141,7 @@ def _plan_stages(
 ) -> int:
     """Simulate a pipeline by its schedule and by all others; the plan is a list of actions."""
     own = find(config.pipeline.schedule)
-    (_, layers, _), ranks = _shape(config), world_of(config.parallel)
+    (_, layers, _), ranks = _shape(config), config.parallel.ranks
     with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
         strands = trace_fake(config, cluster).all
     costs, origin = computed_costs(config, timed_graphs(strands), cluster)
@@ -185,7 +186,7 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
     those of the whole model, not cut, with how ranks share weights that they will gather in
     chunks. Collectives are decomposed by times of `cluster`, or else of
     the machine of the run file."""
-    ranks, in_stages = world_of(config.parallel), config.parallel.pipeline > 1
+    ranks, in_stages = config.parallel.ranks, config.parallel.pipeline > 1
     config = resolve_layout(config, ranks)
     tensor = config.parallel.tensor
     tokens = -(-open_tokenizer(config.data.tokenizer).vocab_size // tensor) * tensor
@@ -245,7 +246,7 @@ def describe_model(config: RunConfig) -> str:
     return (
         f"{architecture}, {layers} layers of width {width}{routed}, sequence "
         f"{config.data.sequence_length} x {train.micro_batch_size}, {train.dtype}, "
-        f"{world_of(config.parallel)} ranks"
+        f"{config.parallel.ranks} ranks"
     )
 
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.compiled import Compilation, Constants
-from interlace.config import Mode, RunConfig, parse_rate
+from interlace.config import Mode, RunConfig
 from interlace.data.batches import Batches, Dataset
+from interlace.degrees import stages_of, widest
 from interlace.errors import InputError, RunError
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
@@ -26,7 +27,6 @@ from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
 from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
-from interlace.stage_degrees import stages_of, widest
 from interlace.step import Step
 from interlace.train.gradient_norm import clip_by, global_norm, norm_over_stages
 from interlace.train.stage_results import averaged_losses, gives_results
@@ -52,13 +52,12 @@ def process_group(config: RunConfig, *, process_ends: bool = False) -> Iterator[
     """
     device = claim_device(config)
     backend = BACKENDS[device.type]
-    if config.link.rate:
+    if (rate := config.link.bits_per_s) is not None:
         if device.type == "cuda":
             raise InputError(
                 "link.rate emulates a link between CPU processes, and this machine has a GPU",
                 hint="set CUDA_VISIBLE_DEVICES= to train on the CPU, or link.rate to empty",
             )
-        rate = parse_rate(config.link.rate, "link.rate")
         backend = links.emulated_backend(rate, config.link.latency_us)
     if "RANK" not in os.environ:  # a single process needs no launcher
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from interlace.compiled import StepSettings
-from interlace.config import RunConfig, world_of_stage
+from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster
 from interlace.hardware.cluster_costs import ClusterMachine
@@ -149,10 +149,10 @@ class StagePlanner:
 
 
 def machine_for(config: RunConfig, cluster: Cluster | None) -> Machine:
-    """What carries messages between stages, whose ranks lie `world_of_stage` apart."""
+    """What carries messages between stages, whose ranks lie `stage_ranks` apart."""
     if cluster is None:
         return machine_of(config)[0]
-    apart, stages = world_of_stage(config.parallel), config.parallel.pipeline
+    apart, stages = config.parallel.stage_ranks, config.parallel.pipeline
     hops = [(rank, rank + apart) for rank in range(apart * (stages - 1))]
     return ClusterMachine(cluster, {PIPELINE_AXIS: hops})
 
