@@ -6,6 +6,7 @@ The docstring under each field is its help text on the command line and in the r
 
 import re
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from interlace.errors import InputError
@@ -330,6 +331,11 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """Plain nested values, as in the TOML file."""
         return asdict(self)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run keeps its checkpoints."""
+        return Path(self.checkpoint.directory or Path(self.output.directory) / "checkpoints")
 
     @property
     def modes(self) -> frozenset[Mode]:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from interlace.checkpoint import folders as files
 from interlace.checkpoint.folders import Damaged
 from interlace.checkpoint.manifest import MANIFEST, Manifest, digest_of
-from interlace.checkpoint.request import check_request
+from interlace.checkpoint.request import check_request, claim_directory
 from interlace.checkpoint.tensor_files import CheckpointReader, whole_tensor
 from interlace.checkpoint.to_hugging_face import (
     export_as_it_was,
@@ -30,7 +30,6 @@ from interlace.checkpoint.to_hugging_face import (
 from interlace.claims import LOCK, ClaimLost
 from interlace.config import ModelConfig
 from interlace.errors import InputError
-from interlace.train.loop import claim_directory
 
 pytestmark = pytest.mark.gloo
 

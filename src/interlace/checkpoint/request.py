@@ -1,8 +1,17 @@
-"""What a configuration asks of checkpoints, and whether that can be, before anything is built."""
+"""The directories of a run: claimed, and refused where they hold what this run may not touch.
 
+Before anything is built, for all ranks at once: what a configuration asks of checkpoints, and
+whether that can be.
+"""
+
+import contextlib
+import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from interlace.checkpoint.folders import (
     Damaged,
@@ -12,10 +21,11 @@ from interlace.checkpoint.folders import (
     saved_steps,
 )
 from interlace.checkpoint.manifest import MANIFEST, Manifest
-from interlace.claims import Claim, Claims
+from interlace.claims import RESTART_WAIT_S, WAIT_S, Claims, claims_on, new_token
 from interlace.config import RunConfig
 from interlace.errors import InputError
-from interlace.run_files import METRICS, RUN, read_metrics
+from interlace.ranks.small_collectives import broadcast_text
+from interlace.run_files import METRICS, RUN, read_metrics, records_of
 
 # Tables and fields that may differ on resuming without a word: they change no number.
 _FREE = ("output", "checkpoint", "hardware", "watchdog", "link", "plan", "compare")
@@ -31,35 +41,90 @@ _TOLD = (
 )
 
 
-def checkpoint_directory(config: RunConfig) -> Path:
-    """Where a run keeps its checkpoints."""
-    return Path(config.checkpoint.directory or Path(config.output.directory) / "checkpoints")
+def claim_together(config: RunConfig) -> tuple[Claims, int]:
+    """The directories of this run, claimed by the first rank, and the step after which it has
+    finished already, or 0. `config` has the shape of a published model, as a checkpoint holds it.
+    Collective; a refusal is raised on every rank alike."""
+    claims: Claims | None = None
+    answer: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        try:
+            claims = claim_directory(config)
+            epoch = claims.checkpoints.epoch if claims.checkpoints else 0
+            answer = {"token": claims.output.token, "epoch": epoch}
+            answer |= {"finished": _finished_step(config)}
+        except InputError as error:
+            answer = {"message": error.message, "hint": error.hint}
+    answer = json.loads(broadcast_text(json.dumps(answer)))
+    if "message" in answer:
+        raise InputError(answer["message"], hint=answer["hint"])
+    claims = claims or _join_claims(config, answer["token"], answer["epoch"])
+    return claims, answer["finished"]
 
 
-def claims_of(config: RunConfig, token: str) -> Claims:
+def claim_directory(config: RunConfig) -> Claims:
+    """Take the output directory, and that of checkpoints if there will be any, for this run.
+
+    First rank only. Refuses a directory in which another run is live, or that holds another run.
+    """
+    directory = Path(config.output.directory)
+    wait_s = RESTART_WAIT_S if config.checkpoint.resume else WAIT_S
+    with contextlib.ExitStack() as refused:
+        claims = _claims_of(config, new_token())
+        refused.callback(claims.release)
+        claims.output.take(wait_s)
+        newest_epoch = check_request(config)
+        resumes = _can_resume(config)
+        replaces = config.output.overwrite or resumes or _was_cut_off(config)
+        if records_of(directory) and not replaces:
+            raise InputError(
+                f"output.directory = {config.output.directory!r} holds an earlier run",
+                hint="choose another output.directory, or set output.overwrite = true",
+            )
+        if claims.separate is not None:
+            claims.separate.take(wait_s)  # not before: it makes the folder
+            newest_epoch = check_request(config)  # of which nothing can change any more
+            claims.separate.begin(newest_epoch)
+        claims.output.begin(newest_epoch)
+        refused.pop_all()
+    return replace(claims, resumes=resumes)
+
+
+def _join_claims(config: RunConfig, token: str, epoch: int) -> Claims:
+    """What the first rank claimed, for another rank; `epoch` is that of checkpoints.
+
+    A rank with an output directory of its own takes that, unless a rank beside it has already.
+    """
+    claims = _claims_of(config, token)
+    claims.output.take(RESTART_WAIT_S if config.checkpoint.resume else WAIT_S).begin()
+    if claims.checkpoints is not None:
+        claims.checkpoints.epoch = epoch
+    return claims
+
+
+def _claims_of(config: RunConfig, token: str) -> Claims:
     """The rights to write that a run needs; nothing is taken yet."""
-    output = Claim(Path(config.output.directory), "output.directory", token)
-    directory = checkpoint_directory(config)
-    if not config.checkpoint.every:
-        return Claims(output, None)
-    if directory.resolve() == output.directory.resolve():
-        return Claims(output, output)
-    field = "checkpoint.directory" if config.checkpoint.directory else "output.directory"
-    return Claims(output, Claim(directory, field, token))
+    wanted, field = config.checkpoint, "checkpoint.directory"
+    return claims_on(
+        Path(config.output.directory),
+        config.checkpoints if wanted.every else None,
+        field if wanted.directory else "output.directory",
+        token,
+    )
 
 
-def can_resume(config: RunConfig) -> bool:
+def _can_resume(config: RunConfig) -> bool:
     """Whether a run goes on from its own checkpoints, so that its output directory is its own."""
-    directory = checkpoint_directory(config)
+    directory = config.checkpoints
     if config.checkpoint.resume in ("", "latest"):
         return bool(config.checkpoint.resume and saved_steps(directory))
     return Path(config.checkpoint.resume).resolve().parent == directory.resolve()
 
 
-def was_cut_off(config: RunConfig) -> bool:
+def _was_cut_off(config: RunConfig) -> bool:
     """Whether the output directory holds a run of the same kind, `resume = "latest"`, that ended
     before its first checkpoint: the same command starts it again."""
-    if config.checkpoint.resume != "latest" or saved_steps(checkpoint_directory(config)):
+    if config.checkpoint.resume != "latest" or saved_steps(config.checkpoints):
         return False
     directory = Path(config.output.directory)
     try:
@@ -78,7 +143,7 @@ def check_request(config: RunConfig) -> int:
 
     Returns the epoch of the newest checkpoint in the run's directory, 0 if there is none.
     """
-    directory = checkpoint_directory(config)
+    directory = config.checkpoints
     steps = saved_steps(directory)
     newest = _newest(directory, steps)
     epoch = newest.epoch if newest else 0
@@ -103,10 +168,10 @@ def check_request(config: RunConfig) -> int:
     return epoch
 
 
-def finished_step(config: RunConfig) -> int:
+def _finished_step(config: RunConfig) -> int:
     """The step with which the run that is to go on has ended, if that leaves nothing to do; else 0,
     also if its newest checkpoint is damaged. First rank only."""
-    directory = checkpoint_directory(config)
+    directory = config.checkpoints
     steps = saved_steps(directory)
     if config.checkpoint.resume != "latest" or not steps or steps[0] < config.train.steps:
         return 0

@@ -2,7 +2,8 @@
 
 worker.py         one rank of a job, from the process group to the last line
 session.py        one rank's model, data, weights, optimizer and runners
-opening.py        how a session is made from a RunConfig
+rank_job.py       what a run file comes to on one rank, checked and settled
+opening.py        how a session is made from that
 built_model.py    the module that a rank trains, laid out, with its loss
 weights.py        master weights: what the optimizer owns
 bucket_shards.py  this rank's share of weights that data-parallel ranks own between them

@@ -31,6 +31,7 @@ from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
 from interlace.hardware.cluster import Cluster
 from interlace.ir.noise import noise_of
 from interlace.ir.plan import to_text
+from interlace.models.hugging_face_config import overridden_shape, published_shape
 from interlace.models.transformers_model import published_sizes
 from interlace.parallel.data import data_layout, gathered_in_stage
 from interlace.parallel.meshes import build_meshes
@@ -48,7 +49,7 @@ from interlace.runtime.stage_gathers import timed_graphs
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import find, names
 from interlace.schedules.schedule_text import write_schedule
-from interlace.train.built_model import build_module, overridden_shape, published_shape
+from interlace.train.built_model import build_module, vocabulary
 from interlace.train.plan_costs import (
     cluster_of,
     computed_costs,
@@ -56,7 +57,7 @@ from interlace.train.plan_costs import (
     measured_costs,
     read_costs,
 )
-from interlace.train.session import DTYPES, vocabulary
+from interlace.train.session import DTYPES
 from interlace.train.stage_plans import StagePlanner, eager_enough, machine_for, steps_of_all
 from interlace.train.weights import cast_parameters
 

@@ -50,8 +50,9 @@ def check_software(config: RunConfig) -> None:
     hang."""
     if alone():
         return
-    check_agreement(_configuration(config) | environment_fields() | _model_software(config))
-    check_contents(package_contents() + own_code_contents(_own_code(config)))
+    fields, own_code = _configuration(config) | _model_software(config), _own_code(config)
+    check_agreement(fields | environment_fields())
+    check_contents(package_contents() + own_code_contents(own_code))
 
 
 def check_built(session: Session) -> None:
