@@ -18,7 +18,7 @@ from processes import run_ranks
 
 from interlace.cli.app import build_app
 from interlace.cli.bench import bench_summaries
-from interlace.cli.plain_words import in_words_of_run_files
+from interlace.cli.options import in_words_of_run_files
 from interlace.cli.run_file import load_run_config
 from interlace.config import RunConfig
 from interlace.degrees import resolve_layout
