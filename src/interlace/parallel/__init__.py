@@ -16,5 +16,7 @@ in_graph.py         how a custom autograd function gets into a traced graph
 expert.py           expert parallelism: the experts of a layer are dealt to ranks
 published_experts.py  the expert-parallel plan that a `transformers` model publishes
 data.py             which weights data-parallel ranks share, and in which buckets
+bucket_shards.py    this rank's share of these
+stage_shards.py     the same in a stage of a pipeline
 fsdp_groups.py      how weights under `fully_shard` lie over data-parallel ranks
 """

@@ -49,7 +49,7 @@ def constant_bytes(
 
 
 def _of_cut_stage(config: RunConfig, module: nn.Module, held: Collection[str]) -> dict[str, int]:
-    """The same of a stage whose ranks share its masters (`train.stage_shards`)."""
+    """The same of a stage whose ranks share its masters (`parallel.stage_shards`)."""
     weights = [e for e in split_weights(module, shards_of(config.parallel)) if e.name in held]
     elements = sum(each.elements for each in weights)
     parts = {each: prod(each.part) for each in weights}

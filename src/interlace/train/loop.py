@@ -32,10 +32,15 @@ from interlace.train.fallback import Trial
 from interlace.train.gradient_check import check_gradients
 from interlace.train.metrics import MetricsWriter, step_line
 from interlace.train.model_flops import flops_per_token
-from interlace.train.proof import proof_rows, proof_table
+from interlace.train.recorded_steps import (
+    LABEL,
+    proof_rows,
+    proof_table,
+    record_stages,
+    stages_line,
+)
 from interlace.train.renewal import Drift, Renewal
 from interlace.train.session import Session
-from interlace.train.stages import LABEL, record_stages, stages_line
 
 
 def say(session: Session, text: str) -> None:

@@ -21,9 +21,13 @@ from interlace.parallel.tensor import loss_context
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
 from interlace.step import Step
-from interlace.train.gradient_norm import clip_by, global_norm, norm_over_stages
-from interlace.train.stage_results import averaged_losses, gives_results
-from interlace.train.step_runners import StepRunner, loss_and_results
+from interlace.train.optimizer import clip_by, global_norm, norm_over_stages
+from interlace.train.step_runners import (
+    StepRunner,
+    averaged_losses,
+    gives_results,
+    loss_and_results,
+)
 from interlace.train.weights import MasterWeights
 
 PLAIN_MODES = frozenset[Mode]({"plain-1", "plain-2"})

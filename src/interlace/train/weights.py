@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from interlace.parallel.bucket_shards import BucketShards, laid_out
 from interlace.parallel.data import DataLayout, views
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes
 from interlace.parallel.own_buffers import own_buffers
+from interlace.parallel.stage_shards import StageShards
 from interlace.parallel.tensor import finish_gradients
 from interlace.ranks.agree import SAME_START, Content, check_contents, refused_together
 from interlace.ranks.replicas import tensor_contents
 from interlace.runtime.executor import Batch
-from interlace.train.bucket_shards import BucketShards, laid_out
-from interlace.train.stage_shards import StageShards
 
 # Functional collectives are seen by the recorder of eager steps.
 _functional = torch.ops._c10d_functional
