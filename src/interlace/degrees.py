@@ -108,7 +108,9 @@ def check_degrees(config: RunConfig) -> tuple[ParallelConfig, ...]:
             hint="set train.recompute_mib to what one micro-batch may keep for its backward",
         )
     if parallel.pipeline > 1:
-        return _check_stages(config)
+        stages = _check_stages(config)
+        _check_pipeline(config)
+        return stages
     if config.pipeline != PipelineConfig():
         raise InputError(
             f"[pipeline] says how stages run, and parallel.pipeline = {parallel.pipeline}",
@@ -186,6 +188,35 @@ def _check_stages(config: RunConfig) -> tuple[ParallelConfig, ...]:
         )
     widest(stages)
     return stages
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    """What stages of a pipeline do not go with."""
+    where = f"parallel.pipeline = {config.parallel.pipeline}"
+    if config.strands != "2":
+        raise InputError(
+            f"{where} runs strands as pipeline.schedule says, and strands = {config.strands!r}",
+            hint='leave strands at "2"; 1F1B, ZB-V and others run one strand at a time',
+        )
+    ends = "ends" if config.overlap.passes == "ends" else ""
+    for name, wrong in (
+        ("compare.steps", config.compare.steps),
+        ("compare.check", config.compare.check),
+        ("plan.file", config.plan.file),
+        ("overlap.passes", ends),
+        ("parallel.reduce", _unless(config.parallel.reduce, "step")),
+        ("train.reduce_dtype", _unless(config.train.reduce_dtype, "float32")),
+    ):
+        if wrong:
+            raise InputError(
+                f"{where} and {name} = {wrong!r} cannot go together",
+                hint=f"leave {name} out",
+            )
+
+
+def _unless(value: str, usual: str) -> str:
+    """`value`, or nothing if it is the usual one."""
+    return "" if value == usual else value
 
 
 def resolve_layout(config: RunConfig, world_size: int) -> RunConfig:

@@ -101,11 +101,8 @@ def check(config: RunConfig) -> None:
             f"model.dropout = {config.model.dropout!r} must be at least 0 and below 1",
             hint="0 drops nothing",
         )
-    stages = check_degrees(config)
-    for parallel in stages:
+    for parallel in (*check_degrees(config), config.parallel):
         check_shapes(config.model, parallel, config.data)
-    _check_pipeline(config)
-    check_shapes(config.model, config.parallel, config.data)
     of_one = {"eager", "1", "plain-1", "decomposed-1"}
     if config.parallel.pipeline == 1 and config.modes - of_one and config.train.micro_batches < 2:
         raise InputError(
@@ -114,6 +111,25 @@ def check(config: RunConfig) -> None:
             hint="set train.micro_batches to 2 or more (8 hides most), or strands to 1 and "
             "compare.modes to eager,1",
         )
+
+
+def check_renewal(config: RunConfig) -> None:
+    """Raise InputError where `train.renew_plan_at` has nothing to look at, or nothing to do; of a
+    published model once its shape is known."""
+    plan, experts, share = config.plan, config.model.experts, config.train.renew_plan_at
+    for name, value, wrong in (
+        ("model.experts.count", experts.count, not experts.count),
+        ("strands", config.strands, config.strands != "2"),
+        ("parallel.pipeline", config.parallel.pipeline, config.parallel.pipeline > 1),
+        ("plan.file", plan.file, plan.file),
+        ("plan.cluster", plan.cluster, plan.cluster),
+    ):
+        if share and wrong:
+            raise InputError(
+                f"train.renew_plan_at = {share} measures two strands again when the load of "
+                f"experts drifts, and {name} = {value!r}",
+                hint=f"leave train.renew_plan_at out, or change {name}",
+            )
 
 
 def _check_gradient_check(config: RunConfig) -> None:
@@ -131,37 +147,6 @@ def _check_gradient_check(config: RunConfig) -> None:
             "other masks than eager PyTorch",
             hint="check once with model.dropout 0, then train without --check",
         )
-
-
-def _check_pipeline(config: RunConfig) -> None:
-    """What stages do not go with."""
-    if config.parallel.pipeline == 1:
-        return
-    where = f"parallel.pipeline = {config.parallel.pipeline}"
-    if config.strands != "2":
-        raise InputError(
-            f"{where} runs strands as pipeline.schedule says, and strands = {config.strands!r}",
-            hint='leave strands at "2"; 1F1B, ZB-V and others run one strand at a time',
-        )
-    ends = "ends" if config.overlap.passes == "ends" else ""
-    for name, wrong in (
-        ("compare.steps", config.compare.steps),
-        ("compare.check", config.compare.check),
-        ("plan.file", config.plan.file),
-        ("overlap.passes", ends),
-        ("parallel.reduce", _unless(config.parallel.reduce, "step")),
-        ("train.reduce_dtype", _unless(config.train.reduce_dtype, "float32")),
-    ):
-        if wrong:
-            raise InputError(
-                f"{where} and {name} = {wrong!r} cannot go together",
-                hint=f"leave {name} out",
-            )
-
-
-def _unless(value: str, usual: str) -> str:
-    """`value`, or nothing if it is the usual one."""
-    return "" if value == usual else value
 
 
 def _check_values(config: RunConfig) -> None:

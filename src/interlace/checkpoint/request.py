@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from interlace.checkpoint.folders import (
     Damaged,
+    Saved,
     check_file,
     folder_name,
     read_manifest,
-    saved_steps,
+    saved_in,
 )
 from interlace.checkpoint.manifest import MANIFEST, Manifest
 from interlace.claims import RESTART_WAIT_S, WAIT_S, Claims, claims_on, new_token
@@ -52,7 +53,7 @@ def claim_together(config: RunConfig) -> tuple[Claims, int]:
             claims = claim_directory(config)
             epoch = claims.checkpoints.epoch if claims.checkpoints else 0
             answer = {"token": claims.output.token, "epoch": epoch}
-            answer |= {"finished": _finished_step(config)}
+            answer |= {"finished": _finished_step(config, saved_in(config.checkpoints))}
         except InputError as error:
             answer = {"message": error.message, "hint": error.hint}
     answer = json.loads(broadcast_text(json.dumps(answer)))
@@ -73,9 +74,10 @@ def claim_directory(config: RunConfig) -> Claims:
         claims = _claims_of(config, new_token())
         refused.callback(claims.release)
         claims.output.take(wait_s)
-        newest_epoch = check_request(config)
-        resumes = _can_resume(config)
-        replaces = config.output.overwrite or resumes or _was_cut_off(config)
+        saved = saved_in(config.checkpoints)
+        _check_request(config, saved)
+        resumes = _can_resume(config, saved)
+        replaces = config.output.overwrite or resumes or _was_cut_off(config, saved)
         if records_of(directory) and not replaces:
             raise InputError(
                 f"output.directory = {config.output.directory!r} holds an earlier run",
@@ -83,9 +85,10 @@ def claim_directory(config: RunConfig) -> Claims:
             )
         if claims.separate is not None:
             claims.separate.take(wait_s)  # not before: it makes the folder
-            newest_epoch = check_request(config)  # of which nothing can change any more
-            claims.separate.begin(newest_epoch)
-        claims.output.begin(newest_epoch)
+            saved = saved_in(config.checkpoints)  # of which nothing can change any more
+            _check_request(config, saved)
+            claims.separate.begin(saved.epoch)
+        claims.output.begin(saved.epoch)
         refused.pop_all()
     return replace(claims, resumes=resumes)
 
@@ -113,18 +116,17 @@ def _claims_of(config: RunConfig, token: str) -> Claims:
     )
 
 
-def _can_resume(config: RunConfig) -> bool:
+def _can_resume(config: RunConfig, saved: Saved) -> bool:
     """Whether a run goes on from its own checkpoints, so that its output directory is its own."""
-    directory = config.checkpoints
     if config.checkpoint.resume in ("", "latest"):
-        return bool(config.checkpoint.resume and saved_steps(directory))
-    return Path(config.checkpoint.resume).resolve().parent == directory.resolve()
+        return bool(config.checkpoint.resume and saved.steps)
+    return Path(config.checkpoint.resume).resolve().parent == saved.directory.resolve()
 
 
-def _was_cut_off(config: RunConfig) -> bool:
+def _was_cut_off(config: RunConfig, saved: Saved) -> bool:
     """Whether the output directory holds a run of the same kind, `resume = "latest"`, that ended
     before its first checkpoint: the same command starts it again."""
-    if config.checkpoint.resume != "latest" or saved_steps(config.checkpoints):
+    if config.checkpoint.resume != "latest" or saved.steps:
         return False
     directory = Path(config.output.directory)
     try:
@@ -138,22 +140,17 @@ def _was_cut_off(config: RunConfig) -> bool:
     return not any(each["event"] == "end" or each.get("action") == "saved" for each in events)
 
 
-def check_request(config: RunConfig) -> int:
-    """Raise InputError if checkpoints cannot be written or taken up as asked. First rank only.
-
-    Returns the epoch of the newest checkpoint in the run's directory, 0 if there is none.
-    """
-    directory = config.checkpoints
-    steps = saved_steps(directory)
-    newest = _newest(directory, steps)
-    epoch = newest.epoch if newest else 0
+def _check_request(config: RunConfig, saved: Saved) -> None:
+    """Raise InputError if checkpoints cannot be written or taken up as asked, where the run's
+    directory has `saved` ones. First rank only."""
+    directory, steps = saved.directory, saved.steps
     if not config.checkpoint.resume:
         if config.checkpoint.every and steps:
             raise InputError(
                 f"{directory} holds checkpoints of an earlier run, up to step {steps[0]}",
                 hint='set checkpoint.resume = "latest", or another checkpoint.directory',
             )
-        return epoch
+        return
     if config.checkpoint.resume != "latest":
         manifest = _named(config)
         if config.checkpoint.every and steps and steps[0] > manifest.step:
@@ -163,21 +160,19 @@ def check_request(config: RunConfig) -> int:
                 hint="set checkpoint.directory to another folder, or move the newer ones away",
             )
         check_model(config, manifest)
-    elif newest:
-        check_model(config, newest)
-    return epoch
+    elif saved.newest is not None:
+        check_model(config, saved.newest)
 
 
-def _finished_step(config: RunConfig) -> int:
+def _finished_step(config: RunConfig, saved: Saved) -> int:
     """The step with which the run that is to go on has ended, if that leaves nothing to do; else 0,
     also if its newest checkpoint is damaged. First rank only."""
-    directory = config.checkpoints
-    steps = saved_steps(directory)
+    steps = saved.steps
     if config.checkpoint.resume != "latest" or not steps or steps[0] < config.train.steps:
         return 0
     try:
         events = read_metrics(Path(config.output.directory) / METRICS)
-        folder = directory / folder_name(steps[0])
+        folder = saved.directory / folder_name(steps[0])
         for file in read_manifest(folder).files:
             check_file(folder, file)
     except (InputError, Damaged):  # what is wrong is told by what comes next
@@ -214,16 +209,6 @@ def _named(config: RunConfig) -> Manifest:
             else 'give the folder of one checkpoint (".../step-00000100"), or latest',
         )
     return read_manifest(folder)
-
-
-def _newest(directory: Path, steps: list[int]) -> Manifest | None:
-    """The newest manifest that can be read; what is damaged is told when it is taken up."""
-    for step in steps:
-        try:
-            return read_manifest(directory / folder_name(step))
-        except Damaged:
-            continue
-    return None
 
 
 def _differences(config: RunConfig, manifest: Manifest) -> list[tuple[str, Any, Any]]:

@@ -109,9 +109,9 @@ def _open(job: RankJob) -> tuple[Setup, nn.Module | None]:
         divisor=vocabulary_divisor(job.asked),
         vocab_size=config.model.vocab_size,
     )
-    vocab_size = vocabulary(config, dataset.vocab_size)
     meshes = build_meshes(config.parallel, device.type, job.layouts)
     limit_waits(meshes.groups)
+    vocab_size = vocabulary(config, dataset.vocab_size)
     torch.manual_seed(config.train.seed)
     module = build_module(config, meshes, vocab_size, device)
     drawn = random_state(device)

@@ -6,9 +6,8 @@ import torch.distributed as dist
 
 from interlace.config import ParallelConfig, RunConfig
 from interlace.degrees import of_rank, resolve_layout, stages_of
-from interlace.errors import InputError
 from interlace.models.hugging_face_config import overridden_shape, published_shape
-from interlace.rules import check
+from interlace.rules import check, check_renewal
 from interlace.schedules.finder import Schedule, find
 
 
@@ -37,9 +36,10 @@ def job_of_rank(given: RunConfig) -> RankJob:
     Raises InputError for values that can never work, or not on these ranks.
     """
     check(given)
-    schedule = find(given.pipeline.schedule)
     found = published_shape(given)
-    _check_renewal(found)
+    note = overridden_shape(given, found)
+    check_renewal(found)
+    schedule = find(found.pipeline.schedule)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     asked = resolve_layout(found, world_size)
     return RankJob(
@@ -47,25 +47,7 @@ def job_of_rank(given: RunConfig) -> RankJob:
         asked=asked,
         layouts=stages_of(asked),
         schedule=schedule,
-        note=overridden_shape(given, found),
+        note=note,
         rank=rank,
         world_size=world_size,
     )
-
-
-def _check_renewal(config: RunConfig) -> None:
-    """Refuse `train.renew_plan_at` where it has nothing to look at, or nothing to do."""
-    plan, experts, share = config.plan, config.model.experts, config.train.renew_plan_at
-    for name, value, wrong in (
-        ("model.experts.count", experts.count, not experts.count),
-        ("strands", config.strands, config.strands != "2"),
-        ("parallel.pipeline", config.parallel.pipeline, config.parallel.pipeline > 1),
-        ("plan.file", plan.file, plan.file),
-        ("plan.cluster", plan.cluster, plan.cluster),
-    ):
-        if share and wrong:
-            raise InputError(
-                f"train.renew_plan_at = {share} measures two strands again when the load of "
-                f"experts drifts, and {name} = {value!r}",
-                hint=f"leave train.renew_plan_at out, or change {name}",
-            )

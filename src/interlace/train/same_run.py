@@ -50,7 +50,7 @@ def check_software(config: RunConfig) -> None:
     hang."""
     if alone():
         return
-    fields, own_code = _configuration(config) | _model_software(config), _own_code(config)
+    own_code, fields = _own_code(config), _configuration(config) | _model_software(config)
     check_agreement(fields | environment_fields())
     check_contents(package_contents() + own_code_contents(own_code))
 
@@ -59,14 +59,15 @@ def check_built(session: Session) -> None:
     """Data, graphs, plans, weights and buffers, before the first step. Collective."""
     if alone():
         return
+    built, drawn, order = _built(session), _draws(session), _order(session.batches())
     check_agreement({"data": session.dataset.digest})
     with refused_together():  # stages that are laid out each in its own way compare by themselves
-        check_agreement(_built(session), group=session.same_graphs)
+        check_agreement(built, group=session.same_graphs)
     if session.stages is not None and session.main is not None:
         check_contents(session.main.contents)
     check_weights(session.weights, _WEIGHTS_HINT, session.same_graphs)
-    check_contents(_draws(session), hint=_WEIGHTS_HINT)
-    check_agreement(_order(session.batches()))
+    check_contents(drawn, hint=_WEIGHTS_HINT)
+    check_agreement(order)
 
 
 def check_state(
