@@ -170,6 +170,8 @@ class Claims:
     resumes: bool = False
     """Whether the run goes on from its own checkpoints, so that the results in its output directory
     are its own; known to the first rank."""
+    finished: int = 0
+    """The step after which the run has ended already, with nothing left to do; else 0."""
 
     @property
     def separate(self) -> Claim | None:

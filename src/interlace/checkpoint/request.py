@@ -42,25 +42,22 @@ _TOLD = (
 )
 
 
-def claim_together(config: RunConfig) -> tuple[Claims, int]:
-    """The directories of this run, claimed by the first rank, and the step after which it has
-    finished already, or 0. `config` has the shape of a published model, as a checkpoint holds it.
-    Collective; a refusal is raised on every rank alike."""
+def claim_together(config: RunConfig) -> Claims:
+    """The directories of this run, claimed by the first rank. `config` has the shape of a published
+    model, as a checkpoint holds it. Collective; a refusal is raised on every rank alike."""
     claims: Claims | None = None
     answer: dict[str, Any] = {}
     if dist.get_rank() == 0:
         try:
             claims = claim_directory(config)
             epoch = claims.checkpoints.epoch if claims.checkpoints else 0
-            answer = {"token": claims.output.token, "epoch": epoch}
-            answer |= {"finished": _finished_step(config, saved_in(config.checkpoints))}
+            answer = {"token": claims.output.token, "epoch": epoch, "finished": claims.finished}
         except InputError as error:
             answer = {"message": error.message, "hint": error.hint}
     answer = json.loads(broadcast_text(json.dumps(answer)))
     if "message" in answer:
         raise InputError(answer["message"], hint=answer["hint"])
-    claims = claims or _join_claims(config, answer["token"], answer["epoch"])
-    return claims, answer["finished"]
+    return claims or _join_claims(config, **answer)
 
 
 def claim_directory(config: RunConfig) -> Claims:
@@ -90,10 +87,10 @@ def claim_directory(config: RunConfig) -> Claims:
             claims.separate.begin(saved.epoch)
         claims.output.begin(saved.epoch)
         refused.pop_all()
-    return replace(claims, resumes=resumes)
+    return replace(claims, resumes=resumes, finished=_finished_step(config, saved))
 
 
-def _join_claims(config: RunConfig, token: str, epoch: int) -> Claims:
+def _join_claims(config: RunConfig, token: str, epoch: int, finished: int) -> Claims:
     """What the first rank claimed, for another rank; `epoch` is that of checkpoints.
 
     A rank with an output directory of its own takes that, unless a rank beside it has already.
@@ -102,7 +99,7 @@ def _join_claims(config: RunConfig, token: str, epoch: int) -> Claims:
     claims.output.take(RESTART_WAIT_S if config.checkpoint.resume else WAIT_S).begin()
     if claims.checkpoints is not None:
         claims.checkpoints.epoch = epoch
-    return claims
+    return replace(claims, finished=finished)
 
 
 def _claims_of(config: RunConfig, token: str) -> Claims:

@@ -18,7 +18,6 @@ from interlace.compiled import (
 from interlace.config import Mode, RunConfig
 from interlace.data.batches import open_dataset
 from interlace.decompose.rewrite.apply import Decompose
-from interlace.degrees import vocabulary_divisor
 from interlace.errors import InputError
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.wide_sums import wide_sums
@@ -106,7 +105,7 @@ def _open(job: RankJob) -> tuple[Setup, nn.Module | None]:
         config.data,
         seed=config.train.seed,
         cache_dir=cache_directory("tokens"),
-        divisor=vocabulary_divisor(job.asked),
+        divisor=job.vocabulary_divisor,
         vocab_size=config.model.vocab_size,
     )
     meshes = build_meshes(config.parallel, device.type, job.layouts)

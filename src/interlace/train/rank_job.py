@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from interlace.config import ParallelConfig, RunConfig
-from interlace.degrees import of_rank, resolve_layout, stages_of
+from interlace.degrees import of_rank, resolve_layout, stages_of, vocabulary_divisor
 from interlace.models.hugging_face_config import overridden_shape, published_shape
 from interlace.rules import check, check_renewal
 from interlace.schedules.finder import Schedule, find
@@ -22,6 +22,8 @@ class RankJob:
     """As the run file has it, with the shape of a published model, alike on all ranks."""
     layouts: tuple[ParallelConfig, ...]
     """Those of stages that are laid out each in its own way."""
+    vocabulary_divisor: int
+    """Of what the rows of an embedding are a multiple, alike on all ranks."""
     schedule: Schedule
     """In which order stages of a pipeline run micro-batches."""
     note: str
@@ -46,6 +48,7 @@ def job_of_rank(given: RunConfig) -> RankJob:
         config=of_rank(asked, rank),
         asked=asked,
         layouts=stages_of(asked),
+        vocabulary_divisor=vocabulary_divisor(asked),
         schedule=schedule,
         note=note,
         rank=rank,

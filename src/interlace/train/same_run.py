@@ -25,12 +25,12 @@ from interlace.ranks.agree import (
     environment_fields,
     refused_together,
 )
-from interlace.ranks.replicas import random_state, tensor_contents
+from interlace.ranks.replicas import module_buffers, random_state, tensor_contents
 from interlace.ranks.small_collectives import alone
 from interlace.ranks.source_files import own_code_contents, package_contents
 from interlace.search.planner import SEARCHES
 from interlace.train.session import Session
-from interlace.train.weights import check_weights, module_buffers
+from interlace.train.weights import check_weights
 
 _WEIGHTS_HINT = (
     "the ranks that share a weight must begin with the same one: build the model from the same "

@@ -58,10 +58,9 @@ def _agreed_work(
 
 def _train(config: RunConfig, stop: StopFlag) -> int:
     job = job_of_rank(config)
-    claimed, finished = claim_together(job.asked)
-    with claimed as claims:
-        if finished:
-            _say_finished(config.output.directory, finished)
+    with claim_together(job.asked) as claims:
+        if claims.finished:
+            _say_finished(config.output.directory, claims.finished)
             return 0
         session = open_session(job)
         check_built(session)
