@@ -33,7 +33,7 @@ from interlace.run_files import cache_directory
 from interlace.runtime.candidates import trace_candidates
 from interlace.runtime.executor import Batch
 from interlace.runtime.laid_out_link import LaidOutLink
-from interlace.runtime.memory_limit import memory_limits
+from interlace.runtime.memory_limit import constant_bytes, memory_limits
 from interlace.runtime.rival import inductor_plan
 from interlace.runtime.split_places import agreed_split
 from interlace.runtime.stage_link import DealtWeights, StageLink
@@ -173,10 +173,11 @@ def _trace(
     gathers = weights.shards is not None or (data is not None and data.gathers_each)
     if gathers and not isinstance(eager, EagerRunner):
         weights.drop_whole()
+    constant = constant_bytes(config.parallel, config.train.dtype, weights.module, data, held)
     settings = StepSettings(
         plan=config.plan,
         overlap=config.overlap,
-        limits=memory_limits(config, weights.module, data, held),
+        limits=memory_limits(config.plan, constant),
     )
     times = StartUpTimes(
         example=example,

@@ -102,7 +102,8 @@ def plan_command(
     else:
         costs, origin = measured_costs(table, str(cost), whole, interpolate=interpolate)
     _say(f"costs: {origin}")
-    limits = memory_limits(config, whole.module, whole.data)
+    held = partial(constant_bytes, config.parallel, config.train.dtype)
+    limits = memory_limits(config.plan, held(whole.module, whole.data))
     settings = StepSettings(plan=config.plan, overlap=config.overlap, limits=limits)
     strands = Compilation(candidates, settings, lambda _: costs).chosen()
     if strands.listing is not None:
@@ -114,7 +115,7 @@ def plan_command(
         chosen=config.plan.search,
         micro_batches=config.train.micro_batches,
         limits=limits,
-        constant_bytes=constant_bytes(config, strands.module, strands.data),
+        constant_bytes=held(strands.module, strands.data),
         stage=_stage,
         every=every_search,
     )
@@ -147,9 +148,9 @@ def _plan_stages(
         strands = trace_fake(config, cluster).all
     costs, origin = computed_costs(config, timed_graphs(strands), cluster)
     _say(f"costs: {origin}")
-    settings = StepSettings(
-        plan=config.plan, overlap=config.overlap, limits=memory_limits(config, strands.module, None)
-    )
+    held = constant_bytes(config.parallel, config.train.dtype, strands.module, None)
+    limits = memory_limits(config.plan, held)
+    settings = StepSettings(plan=config.plan, overlap=config.overlap, limits=limits)
     machine = machine_for(config, cluster)
     planner = StagePlanner(config, strands, costs, settings, machine, strands.data)
     with _stage("simulating schedules"):

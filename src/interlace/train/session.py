@@ -121,7 +121,8 @@ class Session(Setup):
         """What this rank holds during all of a step."""
         module, data = self.weights.module, self.weights.data
         held = None if self.main is None else self.main.strands.held
-        return sum(constant_bytes(self.config, module, data, held).values())
+        parallel, dtype = self.config.parallel, self.config.train.dtype
+        return sum(constant_bytes(parallel, dtype, module, data, held).values())
 
     @property
     def runner(self) -> StepRunner:

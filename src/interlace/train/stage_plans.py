@@ -145,7 +145,8 @@ class StagePlanner:
 
     def _constant_bytes(self, handovers: Handovers, rank: int) -> int:
         held = [name for name in handovers.readers if rank in handovers.holders(name)]
-        return sum(constant_bytes(self.config, self.strands.module, None, held).values())
+        parallel, dtype = self.config.parallel, self.config.train.dtype
+        return sum(constant_bytes(parallel, dtype, self.strands.module, None, held).values())
 
 
 def machine_for(config: RunConfig, cluster: Cluster | None) -> Machine:
