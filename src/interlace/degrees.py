@@ -102,11 +102,6 @@ def check_degrees(config: RunConfig) -> tuple[ParallelConfig, ...]:
             hint="set parallel.zero to 3, or parallel.reduce to step",
         )
     _check_experts(config)
-    if config.train.recompute == "budget" and not config.train.recompute_mib:
-        raise InputError(
-            "train.recompute = 'budget' needs a budget",
-            hint="set train.recompute_mib to what one micro-batch may keep for its backward",
-        )
     if parallel.pipeline > 1:
         stages = _check_stages(config)
         _check_pipeline(config)

@@ -101,7 +101,13 @@ def check(config: RunConfig) -> None:
             f"model.dropout = {config.model.dropout!r} must be at least 0 and below 1",
             hint="0 drops nothing",
         )
-    for parallel in (*check_degrees(config), config.parallel):
+    stages = check_degrees(config)
+    if config.train.recompute == "budget" and not config.train.recompute_mib:
+        raise InputError(
+            "train.recompute = 'budget' needs a budget",
+            hint="set train.recompute_mib to what one micro-batch may keep for its backward",
+        )
+    for parallel in (*stages, config.parallel):
         check_shapes(config.model, parallel, config.data)
     of_one = {"eager", "1", "plain-1", "decomposed-1"}
     if config.parallel.pipeline == 1 and config.modes - of_one and config.train.micro_batches < 2:
