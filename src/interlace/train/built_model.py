@@ -43,20 +43,16 @@ def build_module(
         )
     folder = Path(config.model.config)
     loads = config.model.config and has_weights(folder) and not is_fake()
+    merged = config.parallel.expert_sends == "merged"
     if meshes.experts is not None:
         if loads:  # whole, and then a rank keeps its experts
             load_weights(model, folder)
-        _deal_experts(model, config, meshes)
+        experts = meshes.experts[EXPERT_AXIS]
+        apply_expert_parallel(model, experts, meshes.counts, merged=merged)
     apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
     if loads and meshes.experts is None:
         load_weights(model, folder)
     return NextTokenLoss(model, config.model.experts.auxiliary_weight)
-
-
-def _deal_experts(model: nn.Module, config: RunConfig, meshes: Meshes) -> None:
-    assert meshes.experts is not None
-    merged = config.parallel.expert_sends == "merged"
-    apply_expert_parallel(model, meshes.experts[EXPERT_AXIS], meshes.counts, merged=merged)
 
 
 def is_fake() -> bool:
@@ -79,11 +75,12 @@ def vocabulary(config: RunConfig, tokens: int) -> int:
 def _transformers_module(
     config: RunConfig, meshes: Meshes, vocab_size: int, device: torch.device
 ) -> nn.Module:
-    length = config.data.sequence_length
+    length, merged = config.data.sequence_length, config.parallel.expert_sends == "merged"
     with device:  # fake tensors cannot be moved
         model = build(config.model.config, vocab_size=vocab_size, sequence_length=length)
     if meshes.experts is not None:
-        _deal_experts(model, config, meshes)
+        experts = meshes.experts[EXPERT_AXIS]
+        apply_expert_parallel(model, experts, meshes.counts, merged=merged)
     apply_published_plan(model, meshes.tensor)
     return TransformersLoss(model)
 
