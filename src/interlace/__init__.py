@@ -33,14 +33,12 @@ strategy/     how a job is split over a cluster: simulated from shapes, and sear
 search/       a graph and costs in, an issue order out
 sim/          what a plan would do, as a timeline
 schedules/    which passes of which micro-batches a rank runs side by side, one file each
-rules.py      values of a RunConfig that can never work together
-model_rules.py  the same for the model
-machine_rules.py  the same for links and clusters
-value_rules.py  fields that are bounded, whatever the others say
+rules.py      whether a RunConfig can work: the one check that every command makes
+degrees.py    the degrees of `[parallel]` and `[pipeline]`: which ranks share what
+model_rules.py  models that can work, alone and on the ranks that share them
 run_files.py  names of the files in the folder of a run, and readers of them
 claims.py     who may write into a directory: one run at a time
 hardware/     descriptions of machines and clusters, and times that follow from them
-stage_degrees.py  how many ranks share what in stages that are laid out each in its own way
 text.py       numbers and tables as people read them
 config.py     RunConfig: everything that a run is asked to do
 model_config.py  ModelConfig: the model of a run

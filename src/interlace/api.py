@@ -24,7 +24,7 @@ from interlace.compiled import (
     StepSettings,
     machine_of_plan,
 )
-from interlace.config import OverlapConfig, PlanConfig, RunConfig
+from interlace.config import LinkConfig, OverlapConfig, ParallelConfig, PlanConfig
 from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
 from interlace.graphs.capture_settings import no_collections
@@ -44,7 +44,7 @@ from interlace.runtime.fsdp_gradients import GroupGradients
 from interlace.runtime.fsdp_step import mesh_of_fully_shard, sharded_for_step
 from interlace.runtime.gradients import ParameterGradients
 from interlace.runtime.joint_end import WAIT_S
-from interlace.runtime.memory_limit import memory_limits
+from interlace.runtime.memory_limit import constant_bytes, memory_limits
 from interlace.runtime.mesh_axes import (
     axis_of_group,
     data_rank_of,
@@ -297,7 +297,8 @@ def _type_of_sums(module: nn.Module) -> torch.dtype:
 def _settings(
     config: PlanConfig, overlap: OverlapConfig, strands: Strands, data: DataLayout | None
 ) -> StepSettings:
-    limits = memory_limits(RunConfig(plan=config), strands.module, data, strands.held)
+    held = constant_bytes(ParallelConfig(), "float32", strands.module, data, strands.held)
+    limits = memory_limits(config, held)
     return StepSettings(plan=config, overlap=overlap, limits=limits)
 
 
@@ -310,7 +311,7 @@ def _times(
 ) -> StartUpTimes:
     say = logging.getLogger("interlace").warning
     return StartUpTimes(
-        example=example, constants=constants, plan=config, link=RunConfig().link, say=say,
+        example=example, constants=constants, plan=config, link=LinkConfig(), say=say,
         group=group, cluster=cluster,
     )  # fmt: skip
 

@@ -167,6 +167,11 @@ class Claims:
     output: Claim
     checkpoints: Claim | None
     """None for a run that writes none."""
+    resumes: bool = False
+    """Whether the run goes on from its own checkpoints, so that the results in its output directory
+    are its own; known to the first rank."""
+    finished: int = 0
+    """The step after which the run has ended already, with nothing left to do; else 0."""
 
     @property
     def separate(self) -> Claim | None:
@@ -184,6 +189,17 @@ class Claims:
         for claim in (self.output, self.checkpoints):
             if claim is not None:
                 claim.release()
+
+
+def claims_on(output: Path, checkpoints: Path | None, field: str, token: str) -> Claims:
+    """The rights to write of a run; nothing is taken yet. `checkpoints` is None for a run that
+    writes none, and `field` names the value of the configuration that it follows from."""
+    own = Claim(output, "output.directory", token)
+    if checkpoints is None:
+        return Claims(own, None)
+    if checkpoints.resolve() == output.resolve():
+        return Claims(own, own)
+    return Claims(own, Claim(checkpoints, field, token))
 
 
 def new_token() -> str:

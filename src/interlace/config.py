@@ -6,6 +6,7 @@ The docstring under each field is its help text on the command line and in the r
 
 import re
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from interlace.errors import InputError
@@ -65,6 +66,17 @@ class ParallelConfig:
     or after each micro-batch, which keeps a shard (only with zero = 3)."""
     bucket_mib: float = 64.0
     """Largest data-parallel collective; a bucket never holds parameters of two layers."""
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one stage of the pipeline: all of them, where there is no pipeline."""
+        shard = max(1, self.data_shard)
+        return self.data_replicate * shard * self.context * self.tensor
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that the layout needs; a `data_shard` of -1 counts as 1."""
+        return self.stage_ranks * self.pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +240,11 @@ class LinkConfig:
     latency_us: float = 50.0
     """Time until the first byte arrives."""
 
+    @property
+    def bits_per_s(self) -> int | None:
+        """`rate` as a number; None for the real link. Raises InputError for what is no rate."""
+        return parse_rate(self.rate, "link.rate") if self.rate else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
@@ -315,16 +332,30 @@ class RunConfig:
         """Plain nested values, as in the TOML file."""
         return asdict(self)
 
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run keeps its checkpoints."""
+        return Path(self.checkpoint.directory or Path(self.output.directory) / "checkpoints")
 
-def world_of(parallel: ParallelConfig) -> int:
-    """Ranks that a layout needs; a `data_shard` of -1 counts as 1."""
-    return world_of_stage(parallel) * parallel.pipeline
+    @property
+    def modes(self) -> frozenset[Mode]:
+        """Every way of running a step that this run needs."""
+        trial: tuple[Mode, ...] = ("1",) if self.tries_fallback else ()
+        compared = self.compare.modes if self.compare.steps else ()
+        checked: tuple[Mode, ...] = ("eager",) if self.compare.check else ()
+        return frozenset({self.strands, *compared, *checked, *trial})
 
-
-def world_of_stage(parallel: ParallelConfig) -> int:
-    """Ranks of one stage of the pipeline: all of them, where there is no pipeline."""
-    shard = max(1, parallel.data_shard)
-    return parallel.data_replicate * shard * parallel.context * parallel.tensor
+    @property
+    def tries_fallback(self) -> bool:
+        """Whether the plan has to prove itself: two strands, and steps enough to tell. A pipeline
+        runs the schedule that it was given."""
+        steps = self.plan.trial_steps
+        return (
+            self.parallel.pipeline == 1
+            and self.strands == "2"
+            and steps > 0
+            and self.train.steps >= 4 * (steps + 1)
+        )
 
 
 def parse_rate(text: str, where: str) -> int:
@@ -336,23 +367,3 @@ def parse_rate(text: str, where: str) -> int:
             hint="write it as in 250mbit, 1gbit or 2.5gbit",
         )
     return int(float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]])
-
-
-def modes_of(config: RunConfig) -> frozenset[Mode]:
-    """Every way of running a step that this run needs."""
-    trial: tuple[Mode, ...] = ("1",) if tries_fallback(config) else ()
-    compared = config.compare.modes if config.compare.steps else ()
-    checked: tuple[Mode, ...] = ("eager",) if config.compare.check else ()
-    return frozenset({config.strands, *compared, *checked, *trial})
-
-
-def tries_fallback(config: RunConfig) -> bool:
-    """Whether the plan has to prove itself: two strands, and steps enough to tell. A pipeline runs
-    the schedule that it was given."""
-    steps = config.plan.trial_steps
-    return (
-        config.parallel.pipeline == 1
-        and config.strands == "2"
-        and steps > 0
-        and config.train.steps >= 4 * (steps + 1)
-    )

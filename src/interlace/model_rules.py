@@ -1,9 +1,9 @@
-"""Rules for `[model]` and `[model.experts]` that need no torch and no data.
+"""Rules for `[model]` and `[model.experts]`, alone and beside the ranks that share them.
 
 Each raises InputError with the field, the value and what to set.
 """
 
-from interlace.config import RunConfig
+from interlace.config import DataConfig, ParallelConfig
 from interlace.errors import InputError
 from interlace.model_config import ExpertsConfig, ModelConfig, expert_width_of, head_size_of
 
@@ -11,11 +11,27 @@ _WITH_EXPERTS = "moe"
 """The architecture of ours that has experts."""
 _SPARSE_MIXER_CHOOSES = 2
 """Experts that `sparse_mixer` chooses: it is defined for two (arXiv 2409.12136)."""
+_ONLY = {
+    "head_size": ("llama", "moe"),
+    "attention_bias": ("llama", "moe"),
+    "query_key_norm": ("llama", "moe"),
+    "norm": ("moe",),
+    "head_bias": ("moe",),
+}
+"""Fields that some of our architectures read, and which."""
 
 
-def check_model(config: RunConfig) -> None:
-    """Raise InputError for a model of ours that can never work, whatever the machine."""
-    model = config.model
+def check_shapes(model: ModelConfig, parallel: ParallelConfig, data: DataConfig) -> None:
+    """Raise InputError for a model that can never work, or not on ranks that share it so."""
+    if model.source == "hugging_face":
+        _check_hugging_face(model, parallel)
+        return
+    _check_model(model, parallel.tensor)
+    _check_tensor(model, parallel.tensor, data.sequence_length)
+    _check_context(model, parallel, data.sequence_length)
+
+
+def _check_model(model: ModelConfig, tensor: int) -> None:
     if model.width % model.heads and not model.head_size:
         raise InputError(
             f"model.width = {model.width} is not a multiple of model.heads = {model.heads}",
@@ -34,17 +50,7 @@ def check_model(config: RunConfig) -> None:
             hint="set model.kv_heads to a divisor of model.heads",
         )
     if _has_experts(model):
-        _check_experts(config)
-
-
-_ONLY = {
-    "head_size": ("llama", "moe"),
-    "attention_bias": ("llama", "moe"),
-    "query_key_norm": ("llama", "moe"),
-    "norm": ("moe",),
-    "head_bias": ("moe",),
-}
-"""Fields that some of our architectures read, and which."""
+        _check_experts(model, tensor)
 
 
 def _check_kinds(model: ModelConfig) -> None:
@@ -87,8 +93,8 @@ def _check_rope(model: ModelConfig) -> None:
             )
 
 
-def _check_experts(config: RunConfig) -> None:
-    model, experts = config.model, config.model.experts
+def _check_experts(model: ModelConfig, tensor: int) -> None:
+    experts = model.experts
     _check_numbers(experts)
     if experts.count < 1 or not 1 <= experts.chosen <= experts.count:
         raise InputError(
@@ -104,8 +110,8 @@ def _check_experts(config: RunConfig) -> None:
         )
     _check_groups(experts)
     _check_router(experts)
-    _check_capacity(config)
-    _check_split(config)
+    _check_capacity(experts)
+    _check_split(model, tensor)
 
 
 def _has_experts(model: ModelConfig) -> bool:
@@ -191,8 +197,7 @@ def _check_router(experts: ExpertsConfig) -> None:
             )
 
 
-def _check_capacity(config: RunConfig) -> None:
-    experts = config.model.experts
+def _check_capacity(experts: ExpertsConfig) -> None:
     if 0 < experts.capacity_factor < 1 / experts.chosen:
         raise InputError(
             f"model.experts.capacity_factor = {experts.capacity_factor} lets experts take fewer "
@@ -202,11 +207,10 @@ def _check_capacity(config: RunConfig) -> None:
         )
 
 
-def _check_split(config: RunConfig) -> None:
-    tensor = config.parallel.tensor
+def _check_split(model: ModelConfig, tensor: int) -> None:
     shares = {
-        "model.experts.ffn_width": expert_width_of(config.model),
-        "model.experts.shared_width": config.model.experts.shared_width,
+        "model.experts.ffn_width": expert_width_of(model),
+        "model.experts.shared_width": model.experts.shared_width,
     }
     for name, size in shares.items():
         if size % tensor:
@@ -214,3 +218,67 @@ def _check_split(config: RunConfig) -> None:
                 f"{name} = {size} cannot be divided among parallel.tensor = {tensor} ranks",
                 hint=f"set {name} to a multiple of {tensor}, or parallel.tensor to a divisor",
             )
+
+
+def _check_hugging_face(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """The model's own shape is checked when it is built."""
+    if not model.config:
+        raise InputError(
+            "model.source = 'hugging_face' needs a model",
+            hint="set model.config to a folder with a config.json",
+        )
+    if model.experts != ExpertsConfig():
+        raise InputError(
+            "[model.experts] and model.source = 'hugging_face' are both given, and that model has "
+            "the experts that its config.json says",
+            hint="leave [model.experts] out",
+        )
+    if parallel.context > 1:
+        raise InputError(
+            f"parallel.context = {parallel.context} needs attention that Interlace can "
+            "replace, and model.source = 'hugging_face' runs the model as it is",
+            hint="set parallel.context to 1",
+        )
+
+
+def _check_tensor(model: ModelConfig, tensor: int, sequence_length: int) -> None:
+    shares = {
+        "model.heads": model.heads,
+        "model.ffn_width": model.ffn_width,
+        "data.sequence_length": sequence_length,
+        "model.vocab_size": model.vocab_size,
+    }
+    for name, size in shares.items():
+        if size % tensor:
+            raise InputError(
+                f"{name} = {size} cannot be divided among parallel.tensor = {tensor} ranks",
+                hint=f"set {name} to a multiple of {tensor}, or parallel.tensor to a divisor",
+            )
+    if model.kv_heads % tensor and tensor % model.kv_heads:
+        raise InputError(
+            f"model.kv_heads = {model.kv_heads} heads can neither be divided among nor repeated on "
+            f"parallel.tensor = {tensor} ranks",
+            hint="set one of them to a multiple of the other",
+        )
+
+
+def _check_context(model: ModelConfig, parallel: ParallelConfig, sequence_length: int) -> None:
+    if parallel.context == 1:
+        return
+    ring = parallel.context_method == "ring"
+    pieces = parallel.tensor * parallel.context * (2 if ring else 1)
+    if sequence_length % pieces:
+        twice = " x 2 (ring)" if ring else ""
+        raise InputError(
+            f"data.sequence_length = {sequence_length} cannot be divided into "
+            f"{pieces} pieces: parallel.context = {parallel.context} x parallel.tensor = "
+            f"{parallel.tensor}{twice}",
+            hint=f"set data.sequence_length to a multiple of {pieces}",
+        )
+    heads = model.heads // parallel.tensor
+    if not ring and heads % parallel.context:
+        raise InputError(
+            f"ulysses splits the {heads} query heads of a rank (model.heads = {model.heads} / "
+            f"parallel.tensor = {parallel.tensor}) among parallel.context = {parallel.context}",
+            hint="set parallel.context to a divisor, or parallel.context_method to ring",
+        )

@@ -1,29 +1,82 @@
-"""Rules for a RunConfig that need no torch and no data: values that can never work.
+"""Rules for a RunConfig that need no torch and no data: `check`, which all commands call.
 
+Bounds of single fields and what does not go together are here; what the degrees of `[parallel]` and
+`[pipeline]` cannot be is in `degrees`, the shapes that a model cannot have in `model_rules`.
 Each raises InputError with the field, the value and what to set.
 """
 
-from dataclasses import replace
+from typing import Any
 
-from interlace.config import (
-    ParallelConfig,
-    PipelineConfig,
-    RunConfig,
-    modes_of,
-    world_of,
-    world_of_stage,
-)
+from interlace.config import HardwareConfig, LinkConfig, RunConfig, parse_rate
+from interlace.degrees import check_degrees
 from interlace.errors import InputError
-from interlace.machine_rules import check_machine
-from interlace.model_config import ExpertsConfig
-from interlace.model_rules import check_model
-from interlace.stage_degrees import stages_of, widest
-from interlace.value_rules import check_values
+from interlace.hardware.cluster import Cluster, load_cluster
+from interlace.model_rules import check_shapes
+
+_POSITIVE = (
+    "model.layers",
+    "model.width",
+    "model.heads",
+    "model.kv_heads",
+    "model.ffn_width",
+    "parallel.data_replicate",
+    "parallel.context",
+    "parallel.tensor",
+    "parallel.expert",
+    "parallel.pipeline",
+    "parallel.bucket_mib",
+    "data.sequence_length",
+    "optimizer.learning_rate",
+    "train.steps",
+    "train.micro_batches",
+    "train.micro_batch_size",
+    "train.evaluate_batches",
+    "train.threads",
+    "plan.profile_repeats",
+    "watchdog.heartbeat_s",
+    "watchdog.busy_s",
+    "watchdog.start_s",
+    "watchdog.end_s",
+    "model.rope_theta",
+    "model.rope_factor",
+    "model.rope_original_length",
+    "model.rope_short_scale",
+    "model.rope_long_scale",
+    "model.norm_eps",
+    "optimizer.epsilon",
+)
+"""Fields that must be above 0."""
+_NOT_NEGATIVE = (
+    "model.vocab_size",
+    "model.head_size",
+    "optimizer.warmup_steps",
+    "optimizer.weight_decay",
+    "optimizer.clip_norm",
+    "train.evaluate_every",
+    "compare.steps",
+    "overlap.pieces",
+    "plan.trial_steps",
+    "plan.memory_mib",
+    "plan.extra_memory",
+    "plan.extra_memory_mib",
+    "link.latency_us",
+    "output.record_every",
+    "hardware.peak_tflops",
+    "hardware.memory_gb_per_s",
+    "train.seed",
+    "train.recompute_mib",
+    "train.renew_plan_at",
+    "checkpoint.every",
+    "checkpoint.keep",
+)
+"""Fields that must be 0 or above."""
+_FIGURES = ("hardware.peak_tflops", "hardware.memory_gb_per_s", "link.rate", "link.latency_us")
+"""Fields that say what a cluster says too."""
 
 
 def check(config: RunConfig) -> None:
     """Raise InputError for values that can never work, whatever the machine."""
-    check_values(config)
+    _check_values(config)
     ways = config.compare.modes
     if config.compare.steps and len(set(ways)) < max(1, len(ways)):
         raise InputError(
@@ -36,7 +89,7 @@ def check(config: RunConfig) -> None:
             hint='set overlap.decompose to "auto" or a form, or overlap.pieces to 0',
         )
     _check_gradient_check(config)
-    check_machine(config)
+    _check_machine(config)
     if config.watchdog.dead_after_s < 2 * config.watchdog.heartbeat_s:
         raise InputError(
             f"watchdog.dead_after_s = {config.watchdog.dead_after_s} is less than two heartbeats "
@@ -48,21 +101,41 @@ def check(config: RunConfig) -> None:
             f"model.dropout = {config.model.dropout!r} must be at least 0 and below 1",
             hint="0 drops nothing",
         )
-    _check_layout(config)
-    _check_pipeline(config)
-    _check_shapes(config)
+    stages = check_degrees(config)
+    if config.train.recompute == "budget" and not config.train.recompute_mib:
+        raise InputError(
+            "train.recompute = 'budget' needs a budget",
+            hint="set train.recompute_mib to what one micro-batch may keep for its backward",
+        )
+    for parallel in (*stages, config.parallel):
+        check_shapes(config.model, parallel, config.data)
     of_one = {"eager", "1", "plain-1", "decomposed-1"}
-    if (
-        config.parallel.pipeline == 1
-        and modes_of(config) - of_one
-        and config.train.micro_batches < 2
-    ):
+    if config.parallel.pipeline == 1 and config.modes - of_one and config.train.micro_batches < 2:
         raise InputError(
             f"two strands need at least two micro-batches per step, and "
             f"train.micro_batches = {config.train.micro_batches}",
             hint="set train.micro_batches to 2 or more (8 hides most), or strands to 1 and "
             "compare.modes to eager,1",
         )
+
+
+def check_renewal(config: RunConfig) -> None:
+    """Raise InputError where `train.renew_plan_at` has nothing to look at, or nothing to do; of a
+    published model once its shape is known."""
+    plan, experts, share = config.plan, config.model.experts, config.train.renew_plan_at
+    for name, value, wrong in (
+        ("model.experts.count", experts.count, not experts.count),
+        ("strands", config.strands, config.strands != "2"),
+        ("parallel.pipeline", config.parallel.pipeline, config.parallel.pipeline > 1),
+        ("plan.file", plan.file, plan.file),
+        ("plan.cluster", plan.cluster, plan.cluster),
+    ):
+        if share and wrong:
+            raise InputError(
+                f"train.renew_plan_at = {share} measures two strands again when the load of "
+                f"experts drifts, and {name} = {value!r}",
+                hint=f"leave train.renew_plan_at out, or change {name}",
+            )
 
 
 def _check_gradient_check(config: RunConfig) -> None:
@@ -82,254 +155,69 @@ def _check_gradient_check(config: RunConfig) -> None:
         )
 
 
-def _check_shapes(config: RunConfig) -> None:
-    model = config.model
-    if model.source == "hugging_face":
-        _check_hugging_face(config)
-        return
-    check_model(config)
-    _check_tensor(config)
-    _check_context(config)
-
-
-def _check_hugging_face(config: RunConfig) -> None:
-    """The model's own shape is checked when it is built."""
-    if not config.model.config:
-        raise InputError(
-            "model.source = 'hugging_face' needs a model",
-            hint="set model.config to a folder with a config.json",
-        )
-    if config.model.experts != ExpertsConfig():
-        raise InputError(
-            "[model.experts] and model.source = 'hugging_face' are both given, and that model has "
-            "the experts that its config.json says",
-            hint="leave [model.experts] out",
-        )
-    if config.parallel.context > 1:
-        raise InputError(
-            f"parallel.context = {config.parallel.context} needs attention that Interlace can "
-            "replace, and model.source = 'hugging_face' runs the model as it is",
-            hint="set parallel.context to 1",
-        )
-
-
-def _check_tensor(config: RunConfig) -> None:
-    model, tensor = config.model, config.parallel.tensor
-    shares = {
-        "model.heads": model.heads,
-        "model.ffn_width": model.ffn_width,
-        "data.sequence_length": config.data.sequence_length,
-        "model.vocab_size": model.vocab_size,
-    }
-    for name, size in shares.items():
-        if size % tensor:
+def _check_values(config: RunConfig) -> None:
+    """Fields that are bounded, whatever the others say."""
+    for name in _POSITIVE:
+        if not 0 < _value(config, name) < float("inf"):
             raise InputError(
-                f"{name} = {size} cannot be divided among parallel.tensor = {tensor} ranks",
-                hint=f"set {name} to a multiple of {tensor}, or parallel.tensor to a divisor",
+                f"{name} = {_value(config, name)!r} must be positive", hint=f"set {name} above 0"
             )
-    if model.kv_heads % tensor and tensor % model.kv_heads:
-        raise InputError(
-            f"model.kv_heads = {model.kv_heads} heads can neither be divided among nor repeated on "
-            f"parallel.tensor = {tensor} ranks",
-            hint="set one of them to a multiple of the other",
-        )
-
-
-def _check_context(config: RunConfig) -> None:
-    parallel, model = config.parallel, config.model
-    if parallel.context == 1:
-        return
-    ring = parallel.context_method == "ring"
-    pieces = parallel.tensor * parallel.context * (2 if ring else 1)
-    if config.data.sequence_length % pieces:
-        twice = " x 2 (ring)" if ring else ""
-        raise InputError(
-            f"data.sequence_length = {config.data.sequence_length} cannot be divided into "
-            f"{pieces} pieces: parallel.context = {parallel.context} x parallel.tensor = "
-            f"{parallel.tensor}{twice}",
-            hint=f"set data.sequence_length to a multiple of {pieces}",
-        )
-    heads = model.heads // parallel.tensor
-    if not ring and heads % parallel.context:
-        raise InputError(
-            f"ulysses splits the {heads} query heads of a rank (model.heads = {model.heads} / "
-            f"parallel.tensor = {parallel.tensor}) among parallel.context = {parallel.context}",
-            hint="set parallel.context to a divisor, or parallel.context_method to ring",
-        )
-
-
-def _check_layout(config: RunConfig) -> None:
-    parallel = config.parallel
-    if parallel.data_shard < -1 or parallel.data_shard == 0:
-        raise InputError(
-            f"parallel.data_shard = {parallel.data_shard} must be positive, or -1",
-            hint="-1 takes all ranks that the other degrees leave",
-        )
-    if parallel.reduce == "micro_batch" and parallel.zero != 3:
-        raise InputError(
-            f"parallel.reduce = 'micro_batch' keeps shards of gradients, and parallel.zero = "
-            f"{parallel.zero} keeps them whole",
-            hint="set parallel.zero to 3, or parallel.reduce to step",
-        )
-    _check_experts(config)
-    if config.train.recompute == "budget" and not config.train.recompute_mib:
-        raise InputError(
-            "train.recompute = 'budget' needs a budget",
-            hint="set train.recompute_mib to what one micro-batch may keep for its backward",
-        )
-
-
-def _check_experts(config: RunConfig) -> None:
-    """What expert parallelism does not go with."""
-    model, parallel = config.model, config.parallel
-    if parallel.expert == 1:
-        if parallel.expert_sends != "each":
+    for name in _NOT_NEGATIVE:
+        if not 0 <= _value(config, name) < float("inf"):
             raise InputError(
-                f"parallel.expert_sends = {parallel.expert_sends!r} and parallel.expert = 1: "
-                "nothing is sent where a rank has all experts",
-                hint="set parallel.expert above 1, or leave parallel.expert_sends out",
+                f"{name} = {_value(config, name)!r} must not be negative",
+                hint=f"set {name} to 0 or more",
             )
-        return
-    given = f"parallel.expert = {parallel.expert}"
-    if config.pipeline.stages:
-        raise InputError(
-            f"{given} and pipeline.stages = {list(config.pipeline.stages)}: experts are dealt to "
-            "ranks where all stages are laid out alike",
-            hint="set parallel.expert to 1, or leave pipeline.stages out",
-        )
-    if model.experts.count and model.experts.count % parallel.expert:
-        raise InputError(
-            f"model.experts.count = {model.experts.count} experts cannot be dealt to {given} ranks",
-            hint="set parallel.expert to a divisor of the number of experts",
-        )
-    _check_expert_ranks(parallel)
-
-
-def _check_expert_ranks(parallel: ParallelConfig) -> None:
-    """Ranks of `ep` are in a row among those that see other tokens, replica by replica."""
-    if parallel.expert == 1 or parallel.data_shard == -1:
-        return
-    shard = parallel.data_shard * parallel.context
-    ranks = parallel.data_replicate * shard
-    if ranks % parallel.expert or (shard % parallel.expert and parallel.expert % shard):
-        raise InputError(
-            f"parallel.expert = {parallel.expert} does not fit into the {ranks} ranks that see "
-            f"other tokens: data_replicate {parallel.data_replicate} x data_shard "
-            f"{parallel.data_shard} x context {parallel.context}",
-            hint=f"set parallel.data_shard = {parallel.expert} beside it"
-            if ranks == 1
-            else "parallel.expert divides data_shard x context, or is a multiple of it that "
-            "divides all of these ranks",
-        )
-
-
-def _check_pipeline(config: RunConfig) -> None:
-    stages = config.parallel.pipeline
-    if stages == 1:
-        if config.pipeline != PipelineConfig():
+    for name in ("data.held_out", "optimizer.beta1", "optimizer.beta2"):
+        if not 0 < _value(config, name) < 1:
             raise InputError(
-                f"[pipeline] says how stages run, and parallel.pipeline = {stages}",
-                hint="set parallel.pipeline to the number of stages, or remove the table",
+                f"{name} = {_value(config, name)!r} must lie between 0 and 1",
+                hint=f"set {name} above 0 and below 1",
             )
-        return
-    where = f"parallel.pipeline = {stages}"
-    _check_stages(config)
-    if config.strands != "2":
+    if not 0 <= config.optimizer.final_fraction <= 1:
         raise InputError(
-            f"{where} runs strands as pipeline.schedule says, and strands = {config.strands!r}",
-            hint='leave strands at "2"; 1F1B, ZB-V and others run one strand at a time',
+            f"optimizer.final_fraction = {config.optimizer.final_fraction!r} must lie in 0..1",
+            hint="0.1 ends at a tenth of the peak",
         )
-    ends = "ends" if config.overlap.passes == "ends" else ""
-    for name, wrong in (
-        ("compare.steps", config.compare.steps),
-        ("compare.check", config.compare.check),
-        ("plan.file", config.plan.file),
-        ("overlap.passes", ends),
-        ("parallel.reduce", _unless(config.parallel.reduce, "step")),
-        ("train.reduce_dtype", _unless(config.train.reduce_dtype, "float32")),
-    ):
-        if wrong:
-            raise InputError(
-                f"{where} and {name} = {wrong!r} cannot go together",
-                hint=f"leave {name} out",
-            )
 
 
-def _check_stages(config: RunConfig) -> None:
-    """Stages that are laid out each in its own way."""
-    parallel, stages = config.parallel, stages_of(config)
-    if not stages:
-        return
-    if len(stages) != parallel.pipeline:
-        raise InputError(
-            f"pipeline.stages has {len(stages)} layouts, and parallel.pipeline = "
-            f"{parallel.pipeline}",
-            hint="list one layout for each stage",
-        )
-    for name in ("data_replicate", "data_shard", "tensor"):
-        if getattr(parallel, name) != 1:
-            raise InputError(
-                f"pipeline.stages and parallel.{name} = {getattr(parallel, name)} are both given",
-                hint=f"leave parallel.{name} out: each stage says its own",
-            )
-    if config.overlap.decompose == "auto":
-        raise InputError(
-            'pipeline.stages and overlap.decompose = "auto" cannot go together: graphs of stages '
-            "differ, and measuring needs all ranks",
-            hint='name a form, such as "ring", or leave it out',
-        )
-    widest(stages)
-    for stage in stages:
-        _check_shapes(replace(config, parallel=stage))
+def _value(config: RunConfig, name: str) -> Any:
+    table, key = name.split(".")
+    return getattr(getattr(config, table), key)
 
 
-def _unless(value: str, usual: str) -> str:
-    """`value`, or nothing if it is the usual one."""
-    return "" if value == usual else value
+def _check_machine(config: RunConfig) -> None:
+    """A rate that is none, and a `plan.cluster` that is not there or does not go with the rest of
+    the run: whatever the command, before a model is built."""
+    if config.link.rate:
+        parse_rate(config.link.rate, "link.rate")
+    if config.plan.cluster:
+        described_cluster(config, config.plan.cluster, f"plan.cluster = {config.plan.cluster!r}")
 
 
-def resolve_layout(config: RunConfig, world_size: int) -> RunConfig:
-    """`config` for `world_size` ranks, with a `data_shard` of -1 replaced by a number.
+def described_cluster(config: RunConfig, name: str, given: str) -> Cluster:
+    """The cluster of this name, which says all about the machine; `given` is where it is named, in
+    words.
 
-    Raises InputError, showing the product, unless the ranks that exist are those it needs.
+    Raises InputError if there is none, if the run has more ranks than it has devices, or if the run
+    has figures of another machine as well.
     """
-    parallel = config.parallel
-    if stages := stages_of(config):
-        sizes = [world_of_stage(stage) for stage in stages]
-        if sum(sizes) != world_size:
-            raise InputError(
-                f"pipeline.stages need {' + '.join(map(str, sizes))} = {sum(sizes)} ranks, and the "
-                f"world size is {world_size}",
-                hint=f"start {sum(sizes)} ranks (--nproc {sum(sizes)}), or change a stage",
-            )
-        return config
-    if parallel.data_shard == -1:
-        others = world_of(parallel)
-        if world_size % others:
-            raise InputError(
-                f"parallel.data_shard = -1 takes the rest of {world_size} ranks, and "
-                f"{_product(parallel, rest=True)} = {others} does not divide {world_size}",
-                hint=f"start a multiple of {others} ranks, or change a degree",
-            )
-        parallel = replace(parallel, data_shard=world_size // others)
-    if world_of(parallel) != world_size:
+    defaults = {"hardware": HardwareConfig(), "link": LinkConfig()}
+    set_to, unset = [], []
+    for key in _FIGURES:
+        table, field = key.split(".")
+        value = getattr(getattr(config, table), field)
+        default = getattr(defaults[table], field)
+        if value != default:
+            set_to.append(f"{key} = {value!r}")
+            unset.append(f"--{key} {default!r}" if default == "" else f"--{key} {default:g}")
+    if set_to:
         raise InputError(
-            f"the layout needs {world_of(parallel)} ranks: {_product(parallel)} = "
-            f"{world_of(parallel)}, and the world size is {world_size}",
-            hint=f"start {world_of(parallel)} ranks (--nproc {world_of(parallel)}), or change a "
-            f"degree so that the product is {world_size}",
+            f"{given} says how fast devices and links are, and so does the run: "
+            + ", ".join(set_to),
+            hint="leave one of the two out; a run file's values are taken back by "
+            + " ".join(unset),
         )
-    _check_expert_ranks(parallel)
-    return replace(config, parallel=parallel)
-
-
-def _product(parallel: ParallelConfig, *, rest: bool = False) -> str:
-    names = ["data_replicate", "data_shard", "context", "tensor"]
-    if parallel.pipeline > 1:
-        names.insert(0, "pipeline")
-    parts = [
-        f"parallel.{name} {getattr(parallel, name)}"
-        for name in names
-        if not (rest and name == "data_shard")
-    ]
-    return " x ".join(parts)
+    cluster = load_cluster(name)
+    cluster.require(config.parallel.ranks)
+    return cluster

@@ -18,11 +18,12 @@ from processes import run_ranks
 
 from interlace.cli.app import build_app
 from interlace.cli.bench import bench_summaries
-from interlace.cli.plain_words import in_words_of_run_files
+from interlace.cli.options import in_words_of_run_files
 from interlace.cli.run_file import load_run_config
-from interlace.config import RunConfig, world_of
+from interlace.config import RunConfig
+from interlace.degrees import resolve_layout
 from interlace.hardware.cluster import load_cluster
-from interlace.rules import check, resolve_layout
+from interlace.rules import check
 from interlace.search.pipelines.units_file import read_units
 
 SHELL = ("sh", "bash", "console")
@@ -168,7 +169,7 @@ def check_interlace(words: list[str], where: str, ranks: int | None = None) -> N
     given = bound.arguments
     if isinstance(given.get("config"), RunConfig) and words[0] != "plan":
         config = given["config"]
-        ranks = ranks or given.get("nproc") or world_of(config.parallel)
+        ranks = ranks or given.get("nproc") or config.parallel.ranks
         resolve_layout(config, ranks)
     if words[0] == "bench" and ":" not in given.get("name", ":"):
         options = dict(given.get("options", {}))

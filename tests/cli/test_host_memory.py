@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from interlace.cli.app import report_errors
-from interlace.cli.host_memory import GIB, check_host_memory, free_bytes, least_parameters
-from interlace.cli.named_files import check_named_files
+from interlace.cli.before_start import (
+    GIB,
+    check_host_memory,
+    check_named_files,
+    free_bytes,
+    least_parameters,
+)
 from interlace.cli.run_file import load_run_config
 from interlace.errors import InputError
 

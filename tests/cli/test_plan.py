@@ -82,7 +82,8 @@ def test_everything_is_written(tmp_path, capsys):
 def test_constant_memory_by_hand(tmp_path):
     """One layer of quickstart over two ranks: elements of each split and whole weight."""
     config = load_run_config("quickstart", OVERRIDES | {"train.dtype": "bfloat16"})
-    held = planning.constant_bytes(config, planning.trace_fake(config).whole.module, None)
+    module = planning.trace_fake(config).whole.module
+    held = planning.constant_bytes(config.parallel, config.train.dtype, module, None)
     vocabulary, width, ffn = 256, 128, 256
     split = 2 * vocabulary * width + 4 * width * width + 3 * width * ffn
     elements = split // 2 + 3 * width

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.cli.run_file import load_run_config, preset_files, save_run_config
-from interlace.config import DataConfig, RunConfig, TrainConfig, world_of
+from interlace.config import DataConfig, RunConfig, TrainConfig
 from interlace.errors import InputError
 from interlace.rules import check
 
@@ -157,7 +157,7 @@ def test_experts_are_dealt_by_one_flag():
     """The preset has the data ranks that share them."""
     config = load_run_config("moe-quickstart", {"parallel.expert": "2"})
     check(config)
-    assert world_of(config.parallel) == 2
+    assert config.parallel.ranks == 2
 
 
 @given(

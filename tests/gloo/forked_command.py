@@ -24,7 +24,7 @@ import nursery
 import psutil
 
 STARTED = ("-P", "-u", "-m", "interlace")
-"""What `cli.ranks.start_ranks` puts between Python and the words of a rank."""
+"""What `cli.ranks.become_rank` puts between Python and the words of a rank."""
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -62,7 +62,7 @@ def main(words: list[str], folder: str) -> None:
 
 
 class ForkedRank(subprocess.Popen[bytes]):
-    """A rank of `start_ranks` that is a fork of its launcher."""
+    """A rank of `become_rank` that is a fork of its launcher."""
 
     def _execute_child(self, args: Sequence[str], *others: Any) -> None:
         python, *rest = args

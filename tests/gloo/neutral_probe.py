@@ -63,12 +63,13 @@ def trace(run_file: str, settings: Mapping[str, str]) -> Traced:
     check(config)
     strands = trace_fake(config).whole
     costs, _ = computed_costs(config, strands.op_graphs)
+    held = constant_bytes(config.parallel, config.train.dtype, strands.module, strands.data)
     return Traced(
         config,
         strands.op_graphs,
         costs,
-        memory_limits(config, strands.module, strands.data),
-        constant_bytes(config, strands.module, strands.data),
+        memory_limits(config.plan, held),
+        held,
     )
 
 

@@ -25,8 +25,7 @@ from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.search.planner import make_plan
 from interlace.step import Step
 from interlace.train.built_model import NextTokenLoss
-from interlace.train.gradient_norm import clip_gradients
-from interlace.train.optimizer import build_optimizer
+from interlace.train.optimizer import build_optimizer, clip_gradients
 from interlace.train.step_runners import EagerRunner, StepRunner, planned_step
 from interlace.train.weights import MasterWeights
 from orders import depth_first_order, random_order

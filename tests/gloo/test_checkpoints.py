@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from interlace.checkpoint import folders as files
 from interlace.checkpoint.folders import Damaged
 from interlace.checkpoint.manifest import MANIFEST, Manifest, digest_of
-from interlace.checkpoint.request import check_request
+from interlace.checkpoint.request import claim_directory
 from interlace.checkpoint.tensor_files import CheckpointReader, whole_tensor
 from interlace.checkpoint.to_hugging_face import (
     export_as_it_was,
@@ -30,7 +30,6 @@ from interlace.checkpoint.to_hugging_face import (
 from interlace.claims import LOCK, ClaimLost
 from interlace.config import ModelConfig
 from interlace.errors import InputError
-from interlace.train.loop import claim_directory
 
 pytestmark = pytest.mark.gloo
 
@@ -398,7 +397,13 @@ def test_folders_of_pytorch_need_trust(runs: Runs, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="runs code in its files"):
         find_checkpoint(tmp_path / "dcp")
     with pytest.raises(InputError, match=r"is of torch\.distributed\.checkpoint"):
-        check_request(runs.config("new", checkpoint__resume=tmp_path / "dcp"))
+        claim_directory(
+            runs.config(
+                "new",
+                checkpoint__resume=tmp_path / "dcp",
+                output__directory=tmp_path / "new",
+            )
+        )
     config = runs.config("one")
     with pytest.raises(InputError, match=r"has no \.metadata"):
         export_trusted_dcp(runs.checkpoint("one"), config.model, 32, tmp_path / "a", torch.float32)

@@ -19,10 +19,12 @@ from interlace.config import (
     WatchdogConfig,
 )
 from interlace.graphs.torch_private import has_inductor_schedule
+from interlace.ranks.process_group import process_group
 from interlace.runtime.peak_memory import measure_growth
 from interlace.train.compare import compare
 from interlace.train.opening import open_session
-from interlace.train.session import Session, process_group
+from interlace.train.rank_job import job_of_rank
+from interlace.train.session import Session
 
 RIVALS: tuple[Mode, ...] = ("inductor",) if has_inductor_schedule() else ()
 MODES: tuple[Mode, ...] = ("eager", "1", "2", "segment_pairs", "list", "merge", *RIVALS)
@@ -50,8 +52,8 @@ def batches_of(session: Session) -> list[list[tuple[torch.Tensor, torch.Tensor]]
 def compared(text: str) -> dict[str, Any]:
     """A child: comparison of all ways, and the digests of their plans."""
     config = configuration(text, modes=MODES, memory=True)
-    with process_group(config):
-        session = open_session(config)
+    with process_group(config.link, config.watchdog):
+        session = open_session(job_of_rank(config))
         buffers = {
             tuple(
                 id(value)

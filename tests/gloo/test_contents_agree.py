@@ -93,8 +93,8 @@ def models(mesh: Any) -> dict[str, str]:
     from interlace.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
     from interlace.parallel.meshes import build_meshes
     from interlace.ranks.agree import check_contents
+    from interlace.ranks.replicas import module_buffers
     from interlace.train.built_model import build_module
-    from interlace.train.same_run import module_buffers
 
     found: dict[str, str] = {}
     layouts = [("llama", "ring", 4, 1), ("llama", "ulysses", 2, 2), ("gpt", "ring", 2, 2)]

@@ -17,8 +17,9 @@ from processes import gloo_group, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.bench.imagined import preset_for
-from interlace.config import LinkConfig, RunConfig, TrainConfig
+from interlace.config import LinkConfig, RunConfig
 from interlace.errors import InputError
+from interlace.ranks import process_group as joined
 from interlace.ranks.determinism import (
     check_current,
     nondeterminism,
@@ -26,9 +27,8 @@ from interlace.ranks.determinism import (
     warn_of_other_bits,
 )
 from interlace.ranks.device import NCCL_TIMEOUT, check_device, limit_waits, local_device
+from interlace.ranks.process_group import process_group
 from interlace.ranks.small_collectives import collective_device
-from interlace.train import session
-from interlace.train.session import process_group
 
 Calls = list[tuple[str, Any]]
 
@@ -56,7 +56,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(torch.cuda, "set_device", noted("set_device"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", noted("deterministic"))
-    monkeypatch.setattr(session, "meet", lambda *_: (dist.HashStore(), 0, 1))
+    monkeypatch.setattr(joined, "meet", lambda *_: (dist.HashStore(), 0, 1))
     monkeypatch.setattr(dist, "init_process_group", noted("init_process_group"))
     monkeypatch.setattr(dist, "destroy_process_group", noted("destroy_process_group"))
     return made
@@ -64,7 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def test_a_rank_has_its_own_gpu_and_determinism_before_any_group(calls: Calls) -> None:
     """NCCL takes the current device, and reads NCCL_ALGO when a group is made."""
-    with process_group(RunConfig()):
+    with process_group():
         calls.append(("work", (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"])))
     assert [name for name, _ in calls] == [
         "deterministic",
@@ -83,17 +83,17 @@ def test_a_rank_has_its_own_gpu_and_determinism_before_any_group(calls: Calls) -
 def test_what_the_user_set_is_kept_and_speed_may_be_chosen(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with process_group(RunConfig(train=TrainConfig(deterministic=False))):
+    with process_group(deterministic=False):
         assert "NCCL_ALGO" not in os.environ
     assert calls[0][0] == "set_device"
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    with process_group(RunConfig()):
+    with process_group():
         assert os.environ["NCCL_ALGO"] == "Ring"
 
 
 def test_an_emulated_link_is_still_refused_on_a_gpu(calls: Calls) -> None:
     config = RunConfig(link=LinkConfig(rate="1gbit"))
-    with pytest.raises(InputError, match="this machine has a GPU"), process_group(config):
+    with pytest.raises(InputError, match="this machine has a GPU"), process_group(config.link):
         pass
     assert "init_process_group" not in dict(calls)
 
@@ -131,7 +131,7 @@ def refusal(uuids: list[str], local_ranks: list[str], algorithms: str) -> list[s
     torch.use_deterministic_algorithms(True)
     with gloo_group():
         try:
-            check_device(RunConfig(), torch.device("cuda", 0))
+            check_device(torch.device("cuda", 0), deterministic=True)
         except InputError as error:
             return [error.message, error.hint]
         mesh = init_device_mesh("cpu", (2,))

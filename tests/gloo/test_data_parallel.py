@@ -18,7 +18,7 @@ from strand_world import bits
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from interlace.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, world_of
+from interlace.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from interlace.errors import InputError
 from interlace.graphs.torch_private import init_fake_world
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
@@ -253,7 +253,7 @@ def test_every_layout_agrees_with_one_process(ranks: int, layouts: list[str]) ->
         cases = [cases[2 * index + (index + index // 2) % 2] for index in range(len(layouts))]
         words = {(word, family) for text, family in cases for word in text.split()}
         assert words >= set(product((word for ways in AXES.values() for word in ways), FAMILIES))
-    assert all(world_of(parallel(text)) == ranks for text, _ in cases)
+    assert all(parallel(text).ranks == ranks for text, _ in cases)
     results = run_ranks("test_data_parallel:table", ranks, args=[cases], timeout_s=1200)
     assert [len(result.value) for result in results] == [len(cases)] * ranks
     for facts in (facts for result in results for facts in result.value):

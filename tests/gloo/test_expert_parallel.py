@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from interlace.api import clip_grad_norm_, compile_step, stage_parameters
-from interlace.config import ParallelConfig, PlanConfig, Recompute, RunConfig, world_of
+from interlace.config import ParallelConfig, PlanConfig, Recompute, RunConfig
+from interlace.degrees import resolve_layout
 from interlace.errors import InputError
 from interlace.experts.between_ranks import (
     EXCHANGE,
@@ -35,7 +36,7 @@ from interlace.models.experts import ExpertLayer, Experts
 from interlace.parallel.data import data_layout
 from interlace.parallel.expert import BetweenRanks, apply_expert_parallel
 from interlace.parallel.meshes import EXPERT_AXIS, Meshes, axis_groups, build_meshes
-from interlace.rules import check, resolve_layout
+from interlace.rules import check
 from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import build_strands
 from interlace.step import Step
@@ -449,7 +450,7 @@ def test_compile_step_trains_dealt_experts(ranks: int, replicas: int) -> None:
 
 def test_groups_of_experts_are_ranks_in_a_row() -> None:
     config = ParallelConfig(data_replicate=2, data_shard=2, tensor=2, expert=2)
-    assert world_of(config) == 8
+    assert config.ranks == 8
     groups = axis_groups(config)
     assert groups[EXPERT_AXIS] == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert groups["ep_dp_replicate"] == [(0, 4), (1, 5), (2, 6), (3, 7)]

@@ -28,6 +28,7 @@ from interlace.train import opening
 from interlace.train.built_model import NextTokenLoss, build_module
 from interlace.train.opening import open_session
 from interlace.train.optimizer import build_optimizer, build_schedule
+from interlace.train.rank_job import job_of_rank
 from interlace.train.same_run import check_built
 from interlace.train.session import Session
 
@@ -121,7 +122,7 @@ def _reference(session: Session) -> Reference:
 
 def _case(config: RunConfig) -> dict[str, Any]:
     with patch.object(opening, "build_module", _doubled):
-        session = open_session(config)
+        session = open_session(job_of_rank(config))
     check_built(session)
     batches = session.batches()
     mine = [session.move(next(batches)) for _ in range(config.train.micro_batches)]

@@ -13,7 +13,7 @@ from processes import gloo_group, run_ranks
 from training import Workplace
 
 from interlace.cli.run_file import load_run_config
-from interlace.config import PlanConfig, RunConfig, TrainConfig, modes_of, tries_fallback
+from interlace.config import PlanConfig, RunConfig, TrainConfig
 from interlace.step import Step
 from interlace.train.fallback import Trial
 from interlace.train.worker import main
@@ -26,15 +26,15 @@ MS = 1_000_000
 
 def test_too_short_a_run_tries_nothing() -> None:
     """Nor does one strand, nor a user who trusts the plan; one strand is built only to be tried."""
-    assert tries_fallback(CONFIG)
-    assert modes_of(CONFIG) == {"2", "1"}
+    assert CONFIG.tries_fallback
+    assert CONFIG.modes == {"2", "1"}
     for other in (
         RunConfig(train=TrainConfig(steps=15)),
         RunConfig(train=TrainConfig(steps=20), plan=PlanConfig(trial_steps=0)),
         RunConfig(train=TrainConfig(steps=20), strands="1"),
     ):
-        assert not tries_fallback(other)
-        assert modes_of(other) == {other.strands}
+        assert not other.tries_fallback
+        assert other.modes == {other.strands}
         assert Trial(other, other.strands).next_mode() == other.strands
 
 

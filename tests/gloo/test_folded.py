@@ -22,8 +22,7 @@ from interlace.runtime.traced_strands import Strands
 from interlace.schedules.gpipe import gpipe
 from interlace.schedules.interleaved import interleaved
 from interlace.step import Step
-from interlace.train.gradient_norm import clip_gradients
-from interlace.train.optimizer import build_optimizer
+from interlace.train.optimizer import build_optimizer, clip_gradients
 from interlace.train.step_runners import planned_step
 from orders import random_order
 from phases import phase_graphs

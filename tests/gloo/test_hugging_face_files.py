@@ -24,8 +24,9 @@ from interlace.config import ModelConfig, RunConfig
 from interlace.errors import InputError
 from interlace.models import model_file
 from interlace.models.hugging_face import export, load_config, load_weights
+from interlace.models.hugging_face_config import overridden_shape, published_shape
 from interlace.models.hugging_face_names import FAMILIES, pieces
-from interlace.train.built_model import NextTokenLoss, overridden_shape, published_shape
+from interlace.train.built_model import NextTokenLoss
 
 
 def ours(folder: Path, sequence_length: int = POSITIONS) -> nn.Module:

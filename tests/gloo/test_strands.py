@@ -15,8 +15,7 @@ from torch import Tensor
 
 from interlace.parallel.local_parts import local
 from interlace.step import Step
-from interlace.train.gradient_norm import clip_gradients
-from interlace.train.optimizer import build_optimizer
+from interlace.train.optimizer import build_optimizer, clip_gradients
 from interlace.train.step_runners import StepRunner
 from phases import both
 

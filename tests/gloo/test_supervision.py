@@ -26,9 +26,9 @@ def live(point: str, act: str) -> None:
     """A child: a whole life under the watchdog; rank 1 acts at `point`."""
     import torch.distributed as dist
 
-    from interlace.config import RunConfig, WatchdogConfig
+    from interlace.config import WatchdogConfig
+    from interlace.ranks import process_group as joined
     from interlace.ranks.heartbeat import Ring
-    from interlace.train import session
 
     acts: dict[str, Callable[[], None]] = {
         # To this thread: a signal to the process may be taken by another thread, and this one,
@@ -46,14 +46,14 @@ def live(point: str, act: str) -> None:
 
         return acting
 
-    session.meet = before("before the store", session.meet)
+    joined.meet = before("before the store", joined.meet)
     Ring.join = before("on entering", Ring.join)
     dist.init_process_group = before("building", dist.init_process_group)
     dist.destroy_process_group = before("tearing down", dist.destroy_process_group)
     limits = WatchdogConfig(
         heartbeat_s=0.2, dead_after_s=DEAD_AFTER_S, start_s=START_S, end_s=END_S
     )
-    with session.process_group(RunConfig(watchdog=limits), process_ends=True):
+    with joined.process_group(limits=limits, process_ends=True):
         dist.barrier()
     before("after the end", print)("done", flush=True)
 
@@ -99,14 +99,14 @@ def hang_in_teardown() -> None:
     """A child: rank 1 beats on, but never comes back from taking down its group."""
     import torch.distributed as dist
 
-    from interlace.config import RunConfig, WatchdogConfig
-    from interlace.train import session
+    from interlace.config import WatchdogConfig
+    from interlace.ranks import process_group as joined
 
     destroy = dist.destroy_process_group
     hangs = os.environ["RANK"] == "1"
     dist.destroy_process_group = lambda: time.sleep(60) if hangs else destroy()
     limits = WatchdogConfig(heartbeat_s=0.2, dead_after_s=DEAD_AFTER_S, end_s=1.0)
-    with session.process_group(RunConfig(watchdog=limits), process_ends=True):
+    with joined.process_group(limits=limits, process_ends=True):
         dist.barrier()
 
 

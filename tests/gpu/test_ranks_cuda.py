@@ -26,11 +26,12 @@ from interlace.config import (
 )
 from interlace.graphs import collectives
 from interlace.ranks.agree import check_agreement, environment_fields
+from interlace.ranks.process_group import process_group
 from interlace.runtime.executor import Batch
 from interlace.runtime.recorder import CudaClock, Recorder, clock_for
 from interlace.step import Step
 from interlace.train.opening import open_session
-from interlace.train.session import process_group
+from interlace.train.rank_job import job_of_rank
 
 RANKS = 2
 LIMIT_S = 300
@@ -76,9 +77,9 @@ def bits(step: Step, batches: Sequence[Batch], recorder: Recorder | None) -> lis
 
 def steps(config: RunConfig = LARGE) -> list[str]:
     """A rank: how bits of a step depend on the way in which it runs; they do not."""
-    with process_group(config):
+    with process_group(config.link, config.watchdog):
         check_agreement(environment_fields())
-        session = open_session(config)
+        session = open_session(job_of_rank(config))
         source = session.batches()
         batches = [session.move(next(source)) for _ in range(config.train.micro_batches)]
         one, two = session.runners["1"], session.runners["2"]
@@ -103,7 +104,7 @@ def steps(config: RunConfig = LARGE) -> list[str]:
 
 def lanes() -> list[str]:
     """A rank: a short collective that is issued behind long ones of another group ends first."""
-    with process_group(LARGE):
+    with process_group(LARGE.link, LARGE.watchdog):
         first, second = (dist.new_group(list(range(RANKS))) for _ in "12")
         large, small = (torch.ones(size, device="cuda") for size in (2**26, 2**10))
         for group, x in ((first, large), (second, small)):  # makes the communicators

@@ -8,18 +8,18 @@ import unittest
 import torch
 import torch.distributed as dist
 
-from interlace.config import ModelConfig, ParallelConfig, RunConfig
+from interlace.config import ModelConfig, ParallelConfig
 from interlace.graphs import collectives
 from interlace.graphs.wide_sums import ADD_WIDE, wide_sums
 from interlace.measure.start_up import profile_strands
 from interlace.models import model_file
 from interlace.parallel.meshes import build_meshes
 from interlace.ranks.determinism import nondeterminism
+from interlace.ranks.process_group import process_group
 from interlace.runtime.recorder import CudaClock, Recorder
 from interlace.runtime.traced_strands import build_strands
 from interlace.search.planner import make_plan
 from interlace.train.built_model import NextTokenLoss
-from interlace.train.session import process_group
 from interlace.train.weights import MasterWeights
 
 SEQUENCE = 256
@@ -31,7 +31,7 @@ class StrandsOnCuda(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.enterClassContext(process_group(RunConfig()))
+        cls.enterClassContext(process_group())
         cls.meshes = build_meshes(ParallelConfig(tensor=1), "cuda")
 
     def test_two_strands_equal_one(self) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from interlace.config import DataConfig, ParallelConfig, RunConfig, TrainConfig, world_of
+from interlace.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
+from interlace.degrees import resolve_layout
 from interlace.errors import InputError
 from interlace.hardware.cluster_size import load_sized_cluster
 from interlace.model_config import ExpertsConfig, ModelConfig
 from interlace.report.strategy_tables import strategy_data, strategy_summary
-from interlace.rules import check, resolve_layout
+from interlace.rules import check
 from interlace.strategy.contributions import contributions
 from interlace.strategy.expected_error import ERRORS
 from interlace.strategy.job_layout import JobLayout, layout_of, with_layout
@@ -150,7 +151,7 @@ def test_what_is_proposed_keeps_the_rules():
             config = with_layout(space.config, layout)
             check(config)
             resolve_layout(config, space.devices)
-            assert world_of(config.parallel) == space.devices
+            assert config.parallel.ranks == space.devices
             assert layout.replicas * layout.micro_batch * layout.micro_batches == space.global_batch
             assert layout_of(config) == layout
             proposed += 1

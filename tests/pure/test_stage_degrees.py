@@ -7,9 +7,9 @@ import pytest
 
 from interlace.cli.run_file import load_run_config, save_run_config
 from interlace.config import RunConfig
+from interlace.degrees import of_rank, ranks_of, resolve_layout, stages_of, vocabulary_divisor
 from interlace.errors import InputError
-from interlace.rules import check, resolve_layout
-from interlace.stage_degrees import of_rank, ranks_of, stages_of, vocabulary_divisor
+from interlace.rules import check
 
 TEXT = """
 [parallel]

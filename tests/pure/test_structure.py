@@ -101,6 +101,17 @@ def test_a_package_lists_its_files(package: str) -> None:
     assert set(listed) == files | packages
 
 
+def test_the_walk_names_files_that_there_are_and_counts_them() -> None:
+    """A page that sends a newcomer to a file that has moved is worse than none."""
+    page = (SOURCE.parents[1] / "ARCHITECTURE.md").read_text()
+    walk = page[page.index("## One step") : page.index("## Other ways in")]
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page))
+    assert not {name for name in named if not (SOURCE / name).is_file()}
+    files = set(re.findall(r"`((?:\w+/)*\w+\.py)`", walk))
+    packages = {name.split("/")[0] for name in files}
+    assert f"name {len(files)} files in {len(packages)} packages" in " ".join(walk.split())
+
+
 def test_no_two_files_have_one_name() -> None:
     """A name says where to look. `__init__.py` alone is in every package."""
     twice = [name for name, count in Counter(file.name for file in FILES).items() if count > 1]

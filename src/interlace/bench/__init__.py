@@ -41,7 +41,6 @@ moe_order.py           its order fixed by hand, as a plan
 moe_world.py           its program: one rank that runs steps by all ways, in turns
 simulator.py           published training steps against the step model
 simulator_rows.py      its rows, as jobs on clusters, or why one is left out
-simulator_matmuls.py    single matmuls, the same way
 simulator_scores.py    its scores, and two numbers fitted to a third of the rows
 simulator_peers.py     what other simulators said of the same rows
 simulator_strands.py   DHelix's factors of two strands over one, against simulated ones

@@ -12,9 +12,10 @@ import torch
 
 from interlace.bench.results import ResultRow, environment, speedup, write_json
 from interlace.config import CompareConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
+from interlace.ranks.process_group import process_group
 from interlace.train.compare import compare
 from interlace.train.opening import open_session
-from interlace.train.session import process_group
+from interlace.train.rank_job import job_of_rank
 
 
 def configuration(*, quick: bool, on_gpu: bool) -> RunConfig:
@@ -36,8 +37,8 @@ def measure(*, quick: bool) -> list[ResultRow]:
     """Rows for one and for two strands. Needs no second process."""
     on_gpu = torch.cuda.is_available()
     config = configuration(quick=quick, on_gpu=on_gpu)
-    with process_group(config):
-        session = open_session(config)
+    with process_group(deterministic=config.train.deterministic):
+        session = open_session(job_of_rank(config))
         source = session.dataset.batches(config.train.micro_batch_size)
         steps = [
             [session.move(next(source)) for _ in range(config.train.micro_batches)]

@@ -26,7 +26,6 @@ from interlace.config import (
     PlanConfig,
     RunConfig,
     TrainConfig,
-    world_of,
 )
 from interlace.errors import InputError, RunError, nearest
 from interlace.graphs.torch_private import compile_elementwise
@@ -39,6 +38,7 @@ from interlace.runtime.executor import Batch
 from interlace.train.compare import compare
 from interlace.train.metrics import model_flops_per_token
 from interlace.train.opening import open_session
+from interlace.train.rank_job import job_of_rank
 from interlace.train.step_runners import StepRunner
 
 MODELS = {
@@ -141,7 +141,7 @@ def measure(case: ImaginedCase) -> tuple[list[ResultRow], str]:
     with imagined_world(
         cluster, case.world, slower=case.slower, compile_kernel=compile_elementwise
     ) as world:
-        session = open_session(config)
+        session = open_session(job_of_rank(config))
         runners = {**session.runners, FREE: FreeTransfers(session.runners["2"], world)}
         modes = (*config.compare.modes, FREE)
         config = replace(config, compare=replace(config.compare, modes=modes))
@@ -165,7 +165,7 @@ def _step_flops(config: RunConfig) -> float:
     )
     assert per_token is not None  # the bench trains our own Llama
     tokens = config.data.sequence_length * config.train.micro_batch_size
-    return per_token * tokens * config.train.micro_batches / world_of(config.parallel)
+    return per_token * tokens * config.train.micro_batches / config.parallel.ranks
 
 
 def _peak(config: RunConfig, *, on_gpu: bool) -> float | None:

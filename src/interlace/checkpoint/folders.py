@@ -6,6 +6,7 @@ A folder is written beside its place, every file is fsynced, and one rename make
 Names that begin with a dot are unfinished work of this module; `recover` clears them.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,31 @@ def saved_steps(directory: Path) -> list[int]:
         if (match := _STEP.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
     ]
     return sorted(found, reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The checkpoints in a directory, as they were when it was read."""
+
+    directory: Path
+    steps: list[int]
+    """Newest first."""
+    newest: Manifest | None
+    """The newest that can be read: what is damaged is told when it is taken up."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the run that wrote the newest one; 0 if there is none."""
+        return self.newest.epoch if self.newest is not None else 0
+
+
+def saved_in(directory: Path) -> Saved:
+    """What a directory holds. No file of tensors is read."""
+    steps = saved_steps(directory)
+    for step in steps:
+        with contextlib.suppress(Damaged):
+            return Saved(directory, steps, read_manifest(directory / folder_name(step)))
+    return Saved(directory, steps, None)
 
 
 def temporary_path(directory: Path, step: int, epoch: int) -> Path:

@@ -1,21 +1,32 @@
-"""What a configuration asks of checkpoints, and whether that can be, before anything is built."""
+"""The directories of a run: claimed, and refused where they hold what this run may not touch.
 
+Before anything is built, for all ranks at once: what a configuration asks of checkpoints, and
+whether that can be.
+"""
+
+import contextlib
+import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from interlace.checkpoint.folders import (
     Damaged,
+    Saved,
     check_file,
     folder_name,
     read_manifest,
-    saved_steps,
+    saved_in,
 )
 from interlace.checkpoint.manifest import MANIFEST, Manifest
-from interlace.claims import Claim, Claims
+from interlace.claims import RESTART_WAIT_S, WAIT_S, Claims, claims_on, new_token
 from interlace.config import RunConfig
 from interlace.errors import InputError
-from interlace.run_files import METRICS, RUN, read_metrics
+from interlace.ranks.small_collectives import broadcast_text
+from interlace.run_files import METRICS, RUN, read_metrics, records_of
 
 # Tables and fields that may differ on resuming without a word: they change no number.
 _FREE = ("output", "checkpoint", "hardware", "watchdog", "link", "plan", "compare")
@@ -31,35 +42,88 @@ _TOLD = (
 )
 
 
-def checkpoint_directory(config: RunConfig) -> Path:
-    """Where a run keeps its checkpoints."""
-    return Path(config.checkpoint.directory or Path(config.output.directory) / "checkpoints")
+def claim_together(config: RunConfig) -> Claims:
+    """The directories of this run, claimed by the first rank. `config` has the shape of a published
+    model, as a checkpoint holds it. Collective; a refusal is raised on every rank alike."""
+    claims: Claims | None = None
+    answer: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        try:
+            claims = claim_directory(config)
+            epoch = claims.checkpoints.epoch if claims.checkpoints else 0
+            answer = {"token": claims.output.token, "epoch": epoch, "finished": claims.finished}
+        except InputError as error:
+            answer = {"message": error.message, "hint": error.hint}
+    answer = json.loads(broadcast_text(json.dumps(answer)))
+    if "message" in answer:
+        raise InputError(answer["message"], hint=answer["hint"])
+    return claims or _join_claims(config, **answer)
 
 
-def claims_of(config: RunConfig, token: str) -> Claims:
+def claim_directory(config: RunConfig) -> Claims:
+    """Take the output directory, and that of checkpoints if there will be any, for this run.
+
+    First rank only. Refuses a directory in which another run is live, or that holds another run.
+    """
+    directory = Path(config.output.directory)
+    wait_s = RESTART_WAIT_S if config.checkpoint.resume else WAIT_S
+    with contextlib.ExitStack() as refused:
+        claims = _claims_of(config, new_token())
+        refused.callback(claims.release)
+        claims.output.take(wait_s)
+        saved = saved_in(config.checkpoints)
+        _check_request(config, saved)
+        resumes = _can_resume(config, saved)
+        replaces = config.output.overwrite or resumes or _was_cut_off(config, saved)
+        if records_of(directory) and not replaces:
+            raise InputError(
+                f"output.directory = {config.output.directory!r} holds an earlier run",
+                hint="choose another output.directory, or set output.overwrite = true",
+            )
+        if claims.separate is not None:
+            claims.separate.take(wait_s)  # not before: it makes the folder
+            saved = saved_in(config.checkpoints)  # of which nothing can change any more
+            _check_request(config, saved)
+            claims.separate.begin(saved.epoch)
+        claims.output.begin(saved.epoch)
+        refused.pop_all()
+    return replace(claims, resumes=resumes, finished=_finished_step(config, saved))
+
+
+def _join_claims(config: RunConfig, token: str, epoch: int, finished: int) -> Claims:
+    """What the first rank claimed, for another rank; `epoch` is that of checkpoints.
+
+    A rank with an output directory of its own takes that, unless a rank beside it has already.
+    """
+    claims = _claims_of(config, token)
+    claims.output.take(RESTART_WAIT_S if config.checkpoint.resume else WAIT_S).begin()
+    if claims.checkpoints is not None:
+        claims.checkpoints.epoch = epoch
+    return replace(claims, finished=finished)
+
+
+def _claims_of(config: RunConfig, token: str) -> Claims:
     """The rights to write that a run needs; nothing is taken yet."""
-    output = Claim(Path(config.output.directory), "output.directory", token)
-    directory = checkpoint_directory(config)
-    if not config.checkpoint.every:
-        return Claims(output, None)
-    if directory.resolve() == output.directory.resolve():
-        return Claims(output, output)
-    field = "checkpoint.directory" if config.checkpoint.directory else "output.directory"
-    return Claims(output, Claim(directory, field, token))
+    wanted, field = config.checkpoint, "checkpoint.directory"
+    return claims_on(
+        Path(config.output.directory),
+        config.checkpoints if wanted.every else None,
+        field if wanted.directory else "output.directory",
+        token,
+    )
 
 
-def can_resume(config: RunConfig) -> bool:
+def _can_resume(config: RunConfig, saved: Saved) -> bool:
     """Whether a run goes on from its own checkpoints, so that its output directory is its own."""
-    directory = checkpoint_directory(config)
     if config.checkpoint.resume in ("", "latest"):
-        return bool(config.checkpoint.resume and saved_steps(directory))
-    return Path(config.checkpoint.resume).resolve().parent == directory.resolve()
+        return bool(config.checkpoint.resume and saved.steps)
+    return Path(config.checkpoint.resume).resolve().parent == saved.directory.resolve()
 
 
-def was_cut_off(config: RunConfig) -> bool:
+def _was_cut_off(config: RunConfig, saved: Saved) -> bool:
     """Whether the output directory holds a run of the same kind, `resume = "latest"`, that ended
     before its first checkpoint: the same command starts it again."""
-    if config.checkpoint.resume != "latest" or saved_steps(checkpoint_directory(config)):
+    if config.checkpoint.resume != "latest" or saved.steps:
         return False
     directory = Path(config.output.directory)
     try:
@@ -73,22 +137,17 @@ def was_cut_off(config: RunConfig) -> bool:
     return not any(each["event"] == "end" or each.get("action") == "saved" for each in events)
 
 
-def check_request(config: RunConfig) -> int:
-    """Raise InputError if checkpoints cannot be written or taken up as asked. First rank only.
-
-    Returns the epoch of the newest checkpoint in the run's directory, 0 if there is none.
-    """
-    directory = checkpoint_directory(config)
-    steps = saved_steps(directory)
-    newest = _newest(directory, steps)
-    epoch = newest.epoch if newest else 0
+def _check_request(config: RunConfig, saved: Saved) -> None:
+    """Raise InputError if checkpoints cannot be written or taken up as asked, where the run's
+    directory has `saved` ones. First rank only."""
+    directory, steps = saved.directory, saved.steps
     if not config.checkpoint.resume:
         if config.checkpoint.every and steps:
             raise InputError(
                 f"{directory} holds checkpoints of an earlier run, up to step {steps[0]}",
                 hint='set checkpoint.resume = "latest", or another checkpoint.directory',
             )
-        return epoch
+        return
     if config.checkpoint.resume != "latest":
         manifest = _named(config)
         if config.checkpoint.every and steps and steps[0] > manifest.step:
@@ -98,21 +157,19 @@ def check_request(config: RunConfig) -> int:
                 hint="set checkpoint.directory to another folder, or move the newer ones away",
             )
         check_model(config, manifest)
-    elif newest:
-        check_model(config, newest)
-    return epoch
+    elif saved.newest is not None:
+        check_model(config, saved.newest)
 
 
-def finished_step(config: RunConfig) -> int:
+def _finished_step(config: RunConfig, saved: Saved) -> int:
     """The step with which the run that is to go on has ended, if that leaves nothing to do; else 0,
     also if its newest checkpoint is damaged. First rank only."""
-    directory = checkpoint_directory(config)
-    steps = saved_steps(directory)
+    steps = saved.steps
     if config.checkpoint.resume != "latest" or not steps or steps[0] < config.train.steps:
         return 0
     try:
         events = read_metrics(Path(config.output.directory) / METRICS)
-        folder = directory / folder_name(steps[0])
+        folder = saved.directory / folder_name(steps[0])
         for file in read_manifest(folder).files:
             check_file(folder, file)
     except (InputError, Damaged):  # what is wrong is told by what comes next
@@ -149,16 +206,6 @@ def _named(config: RunConfig) -> Manifest:
             else 'give the folder of one checkpoint (".../step-00000100"), or latest',
         )
     return read_manifest(folder)
-
-
-def _newest(directory: Path, steps: list[int]) -> Manifest | None:
-    """The newest manifest that can be read; what is damaged is told when it is taken up."""
-    for step in steps:
-        try:
-            return read_manifest(directory / folder_name(step))
-        except Damaged:
-            continue
-    return None
 
 
 def _differences(config: RunConfig, manifest: Manifest) -> list[tuple[str, Any, Any]]:

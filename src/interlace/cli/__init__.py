@@ -15,10 +15,8 @@ lab.py           `interlace lab`
 export.py        `interlace export`
 explain.py       `interlace explain`
 help_panels.py   help in a panel for each table of the run file
-host_memory.py   whether a run can fit into the memory of this machine
-named_files.py   whether the files that a run file names are there
-options.py       options of several commands, and the layer that puts flags on a run file
-plain_words.py   --model and --sequence in the words of run files
+options.py       options of several commands, their plain words, and flags on top of a run file
+before_start.py  what is refused before any rank starts: missing files, too large a model
 run_file.py      run files: TOML to RunConfig, strictly, and back
 ranks.py         commands that run as ranks: of the job around us, or started here
 """

@@ -17,8 +17,7 @@ from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 
 from interlace import __version__
 from interlace.cli.help_panels import PanelsByTable
-from interlace.cli.options import read_run_file
-from interlace.cli.plain_words import in_words_of_run_files
+from interlace.cli.options import in_words_of_run_files, read_run_file
 from interlace.errors import InputError, InterlaceError
 
 INTERRUPTED = 130

@@ -45,7 +45,7 @@ def export(
         export_trusted_dcp,
         find_checkpoint,
     )
-    from interlace.train.built_model import published_shape  # noqa: PLC0415
+    from interlace.models.hugging_face_config import published_shape  # noqa: PLC0415
 
     if model and not trust_dcp:
         raise InputError(

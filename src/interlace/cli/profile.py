@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from interlace.claims import refuse_in_live_run
 from interlace.cli.options import RunFile, RunOptions, Verbose
-from interlace.cli.ranks import is_rank, start_ranks
+from interlace.cli.ranks import become_rank
 from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.ir import store
@@ -49,9 +49,8 @@ def profile(
         Show where an error came from.
     """
     _check_output(output)
-    if not is_rank(config, nproc):
-        words = ["profile", "--output", str(output.absolute()), *(["--again"] if again else [])]
-        start_ranks(words, config, nproc, verbose=verbose)
+    words = ["profile", "--output", str(output.absolute()), *(["--again"] if again else [])]
+    if not become_rank(words, config, nproc, verbose=verbose):
         return 0
     from interlace.train.profiling import profile_command  # noqa: PLC0415  imports torch
 

@@ -79,6 +79,6 @@ def with_shape(config: RunConfig) -> RunConfig:
     """With the shape of the model that `model.config` names, which is read with torch."""
     if not config.model.config or config.model.source != "interlace":
         return config
-    from interlace.train.built_model import published_shape  # noqa: PLC0415  imports torch
+    from interlace.models.hugging_face_config import published_shape  # noqa: PLC0415  imports torch
 
     return published_shape(config)

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from interlace.cli.options import RunFile, RunOptions, Verbose
-from interlace.cli.ranks import is_rank, start_ranks
+from interlace.cli.ranks import become_rank
 from interlace.config import RunConfig
 from interlace.rules import check as check_rules
 
@@ -37,8 +37,7 @@ def train(
     if check:
         config = replace(config, compare=replace(config.compare, check=True))
         check_rules(config)
-    if not is_rank(config, nproc):
-        start_ranks(["train"], config, nproc, verbose=verbose)
+    if not become_rank(["train"], config, nproc, verbose=verbose):
         return 0
     from interlace.train.worker import main  # noqa: PLC0415  imports torch: cores come first
 

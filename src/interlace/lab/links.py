@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.config import LinkConfig, parse_rate
+from interlace.config import LinkConfig
 from interlace.errors import InputError
 from interlace.hardware.wire_bytes import wire_bytes
 from interlace.ir.graph import Kind
@@ -241,7 +241,7 @@ class EmulatedProcessGroup(dist.ProcessGroup):
 
 def link_label(link: LinkConfig) -> str:
     """How the ranks are joined, for reports and for the name of a machine."""
-    if link.rate:
-        return describe(parse_rate(link.rate, "link.rate"), link.latency_us)
+    if (rate := link.bits_per_s) is not None:
+        return describe(rate, link.latency_us)
     lab_rate = os.environ.get("INTERLACE_LAB_RATE")
     return f"lab link {lab_rate}" if lab_rate else "real link"

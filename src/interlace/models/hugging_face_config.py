@@ -1,10 +1,11 @@
 """`config.json` of a Hugging Face checkpoint, and the ModelConfig that it means."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.model_config import ModelConfig
 from interlace.models.hugging_face_moe import EXPERT_SETTINGS, moe_fields, moe_json, moe_misfit
@@ -15,6 +16,7 @@ from interlace.models.hugging_face_reader import (
     common_json,
     rope_fields,
 )
+from interlace.rules import check
 
 _NOT_OURS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -44,6 +46,37 @@ def load_config(folder: str | Path, base: ModelConfig | None = None) -> ModelCon
     if family.architecture == "moe":
         return moe_fields(get, base)
     return _gpt2(get, base) if family.architecture == "gpt" else _llama(get, base)
+
+
+def published_shape(config: RunConfig) -> RunConfig:
+    """`config` with the shape of the model that `model.config` names, if there is one. Raises
+    InputError for a folder that holds none."""
+    if config.model.source == "hugging_face" or not config.model.config:
+        return config
+    found = replace(config, model=load_config(config.model.config, config.model))
+    check(found)
+    return found
+
+
+def overridden_shape(given: RunConfig, found: RunConfig) -> str:
+    """What `published_shape` has put in place of values that the run file, a preset or a flag set,
+    as one line; empty if nothing."""
+    was, now = (_flat(config.model) for config in (given, found))
+    changed = [
+        f"model.{name} = {now[name]!r}, not {was[name]!r}"
+        for name, default in _flat(ModelConfig()).items()
+        if was[name] not in (default, now[name])
+    ]
+    if not changed:
+        return ""
+    return f"config.json of model.config = {given.model.config!r} says {', '.join(changed)}"
+
+
+def _flat(model: ModelConfig) -> dict[str, object]:
+    """Every value by its name below `model.`, as in `experts.count`."""
+    values = asdict(model)
+    experts = values.pop("experts")
+    return values | {f"experts.{name}": value for name, value in experts.items()}
 
 
 def family_of(folder: str | Path) -> Family:

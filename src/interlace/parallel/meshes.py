@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from interlace.config import ParallelConfig, world_of, world_of_stage
+from interlace.config import ParallelConfig
 
 REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "cp", "tp"
 """Names of the mesh axes, from the outermost to the innermost."""
@@ -138,9 +138,9 @@ def build_meshes(
         counts = _own_group(axis_groups(config)[EXPERT_AXIS])
     if config.pipeline == 1:
         return Meshes(layout, weights, experts, counts)
-    data = world_of_stage(config) // config.tensor
+    data = config.stage_ranks // config.tensor
     of_stages = mesh({_DATA_AXIS: data, TENSOR_AXIS: config.tensor})
-    of_stage = mesh({"stage": world_of_stage(config)})
+    of_stage = mesh({"stage": config.stage_ranks})
     same_experts = None
     if config.expert > 1:
         axes = {_DATA_AXIS: data // config.expert, EXPERT_AXIS: config.expert}
@@ -173,7 +173,7 @@ def _meshes_apart(stages: Sequence[ParallelConfig], device_type: str) -> Meshes:
     layouts: list[DeviceMesh] = []
     found: list[Meshes] = []
     for number, stage in enumerate(stages):
-        ranks = torch.arange(first, first + world_of_stage(stage))
+        ranks = torch.arange(first, first + stage.stage_ranks)
         first += len(ranks)
         data, tensor = stage.data_replicate * stage.data_shard * stage.context, stage.tensor
         sizes = _stage_sizes(stage)
@@ -248,7 +248,7 @@ def axis_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
             strides[_EXPERT_LANES[axis]] = stride
             stride *= sizes[axis]
         strides[COUNTS_AXIS] = strides[EXPERT_AXIS]
-    world = world_of(config)
+    world = config.ranks
     return {
         axis: [
             tuple(range(first, first + size * strides[axis], strides[axis]))

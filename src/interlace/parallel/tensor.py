@@ -8,7 +8,7 @@ are whole and the weights are split. Roles:
     sequence_positions    adds learned positions to its part of the sequence
     sequence_norm         works on its part of the sequence; its gradient is summed once a step
     gather_input          the module's input is all-gathered along the sequence, once
-    feed_forward          the same, or a layer of experts (`parallel.tensor_experts`)
+    feed_forward          the same, or a layer of experts (`parallel.tensor_layers`)
     column                output features are split
     key_value             as column; with fewer heads than ranks, each rank computes one of them
     head_norm             RMSNorm of each head by itself; its gradient is summed once a step
@@ -39,7 +39,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from interlace.errors import InputError, nearest
-from interlace.parallel.tensor_experts import has_experts, split_experts
 from interlace.parallel.tensor_layers import (
     SEQUENCE_DIM,
     BiasedRow,
@@ -47,6 +46,8 @@ from interlace.parallel.tensor_layers import (
     SequencePositions,
     SharedHeads,
     VocabularyEmbedding,
+    has_experts,
+    split_experts,
 )
 
 BUNDLED_BYTES = 1 << 20

@@ -5,6 +5,7 @@ supervise.py          the launcher's eye on its ranks, from birth to end
 launched.py           what a process knows from its environment: rank, job, launcher
 attempt.py            how the ranks of one attempt find each other
 device.py             this rank's device, settled before the process group
+process_group.py      the process group of a rank, joined and watched
 determinism.py        what makes the bits of a step differ from run to run
 identity.py           which process a rank is, how it is, and its safe end
 watchdog.py           ends every rank within seconds when one dies, stalls or fails

@@ -7,9 +7,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.utils import deterministic
+from torch.utils import deterministic as torch_deterministic
 
-from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.graphs.torch_private import set_group_timeout
 from interlace.ranks.determinism import (
@@ -37,11 +36,12 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def claim_device(config: RunConfig) -> torch.device:
-    """This rank's device, made the current one, with deterministic kernels if the run asks for
-    them. Call before the first process group: NCCL takes the current device, and reads which
-    algorithms it may use when a group is made."""
-    set_determinism(config)
+def claim_device(*, deterministic: bool) -> torch.device:
+    """This rank's device, made the current one, with deterministic kernels if that is asked for.
+    Call before the first process group: NCCL takes the current device, and reads which algorithms
+    it may use when a group is made."""
+    if deterministic:
+        _set_determinism()
     device = local_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -56,19 +56,16 @@ def local_device() -> torch.device:
     return torch.device("cuda", _local_rank() % torch.cuda.device_count())
 
 
-def set_determinism(config: RunConfig) -> None:
-    """Deterministic kernels and collectives, if the run asks for them."""
-    if not config.train.deterministic:
-        return
+def _set_determinism() -> None:
     os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_DETERMINISTIC[0])
     if device_type() == "cuda":
         os.environ.setdefault(NCCL_VARIABLE, NCCL_DETERMINISTIC)
     torch.use_deterministic_algorithms(True)
     # Filling every fresh tensor with NaN would cost a write of all activations.
-    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch_deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def check_device(config: RunConfig, device: torch.device) -> None:
+def check_device(device: torch.device, *, deterministic: bool) -> None:
     """Refuse a device that this rank does not have for itself, and settings of the environment
     against which a run cannot be deterministic. Collective; raises InputError."""
     if device.type == "cpu":
@@ -81,7 +78,7 @@ def check_device(config: RunConfig, device: torch.device) -> None:
         )
     if uses_nccl():
         _refuse_shared(str(torch.cuda.get_device_properties(device).uuid))
-    reasons = nondeterminism(device) if config.train.deterministic else ()
+    reasons = nondeterminism(device) if deterministic else ()
     if reasons:
         raise InputError(
             f"train.deterministic is set, but {reasons[0]}",

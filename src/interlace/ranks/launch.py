@@ -144,7 +144,7 @@ def launch(
     Output goes straight through. With enough cores and no GPU, each rank keeps to its own
     `cores_per_rank` (Linux). The first rank to fail ends the others, as does one that is paused,
     or does not join or end, within the bounds of `watchdog`; with `must_join` every rank has to
-    join a process group as `train.session.process_group` does it. Raises RunError naming that
+    join a process group as `ranks.process_group` does it. Raises RunError naming that
     rank, InputError if it exited with 2, and Stopped after SIGINT, SIGTERM, SIGHUP or SIGQUIT;
     no process is left in any case.
     """

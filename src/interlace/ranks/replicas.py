@@ -20,11 +20,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.parallel.local_parts import local
+from interlace.parallel.own_buffers import own_buffers
 from interlace.ranks.agree import Content
 from interlace.ranks.small_collectives import alone
 
@@ -178,3 +179,10 @@ def _dealt_out(tensor: DTensor, meshes: list[DeviceMesh]) -> tuple[str, str]:
     layout = f"mesh {meshes.index(mesh)} of {tuple(mesh.shape)} over {axes}"
     place = mesh.get_coordinate()
     return layout, "outside" if place is None else str([place[axis] for axis in axes])
+
+
+def module_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> list[Content]:
+    """Buffers of a model, of which ranks may hold their own rows."""
+    buffers = {f"buffer {name!r}": each for name, each in module.named_buffers()}
+    own = {f"buffer {name!r}": place for name, place in own_buffers(module)}
+    return tensor_contents(buffers, own=own, group=group)

@@ -14,7 +14,6 @@ step_ranks.py         who runs a step: one mesh, or one for each stage
 stage_meshes.py       the meshes of stages that are laid out differently
 boundaries.py         what crosses between such stages, and how it moves
 laid_out_link.py      the same between such stages
-stage_batches.py      whether such stages were given the same samples
 joint_end.py          a step of a pipeline that fails ends on all ranks
 recorder.py           a lowered graph run operator by operator, with times
 eager_recorder.py     eager autograd as a timeline

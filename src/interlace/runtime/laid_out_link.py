@@ -2,9 +2,13 @@
 
 All ranks of a stage send their parts of a message, and receive theirs. A rank that has to pass a
 part on, to others of its stage, does so when it waits for the message itself.
+
+Ranks along a data axis hold consecutive rows of each tensor of a micro-batch. If a stage was given
+rows in another order than the next, every number of the step would be that of other samples, so
+they are compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,15 +27,16 @@ from interlace.reshard.wire import Buffers, Wire
 from interlace.runtime.boundaries import Boundary, boundaries_of
 from interlace.runtime.handovers import Handovers, Route
 from interlace.runtime.joint_end import WAIT_S
-from interlace.runtime.stage_batches import check_same_samples
 from interlace.runtime.stage_link import Arrival, StageLink, T, Transit
-from interlace.runtime.stage_meshes import StageMeshes
+from interlace.runtime.stage_meshes import DATA_AXES, StageMeshes
 
 _MOST_BYTES = 1 << 40
 """Bytes that messages under way may take: no bound. Each is a part of a tensor that the step holds
 anyway."""
 _MOST_SENDS = 1 << 30
 """Sends of a message that may be under way: no bound, as nobody waits before they all are."""
+_Rows = tuple[str, ...]
+"""A digest of each row of a tensor."""
 
 
 class LaidOutLink(StageLink):
@@ -225,3 +230,43 @@ def _route(message: StageMessage) -> Route:
 def _under(tensor: Tensor, leading: int) -> Tensor:
     """The tensor with so many dimensions of size 1 in front."""
     return tensor[(None,) * leading] if leading else tensor
+
+
+def check_same_samples(batch: Sequence[Tensor], stages: StageMeshes) -> None:
+    """Raise InputError, on all ranks alike, unless each tensor of this micro-batch is the same for
+    all stages: its rows, over the ranks of data axes put together, or what every rank holds whole.
+    Collective on the default group."""
+    own = [_rows(tensor) for tensor in batch]
+    of_ranks = [
+        [tuple(rows) for rows in said] for said in gather_json([list(rows) for rows in own], None)
+    ]
+    for place in range(len(batch)):
+        held = {rank: of_ranks[rank][place] for rank in range(dist.get_world_size())}
+        if len(set(held.values())) == 1:
+            continue
+        seen = [_joined(held, stages, number) for number in range(len(stages.meshes))]
+        for number, each in enumerate(seen):
+            if each != seen[0]:
+                raise InputError(
+                    f"tensor {place} of the first micro-batch is not the same for stages 0 and "
+                    f"{number}: {stages.meshes[0]}, {stages.meshes[number]}",
+                    hint="give each rank its rows of one and the same micro-batch: the ranks of "
+                    f"{' and '.join(DATA_AXES)} of a stage hold consecutive ones, as by "
+                    "torch.chunk, and all other ranks of a stage the same",
+                )
+
+
+def _joined(held: Mapping[int, _Rows], stages: StageMeshes, number: int) -> set[_Rows]:
+    """The whole tensor of a stage, one for each place on axes that are no data axes."""
+    found: dict[tuple[int, ...], _Rows] = {}
+    for rank in stages.meshes[number].ranks:
+        place = stages.place(rank)
+        other = tuple(at for axis, at in place.items() if axis not in DATA_AXES)
+        found[other] = (*found.get(other, ()), *held[rank])
+    return set(found.values())
+
+
+def _rows(tensor: Tensor) -> list[str]:
+    """A digest of each row, or of the whole if it has none."""
+    rows = tensor.detach().unbind() if tensor.ndim else (tensor.detach(),)
+    return [each.hex() for each in fingerprints(rows)]

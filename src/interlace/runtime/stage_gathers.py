@@ -2,7 +2,7 @@
 
 The chunks of a model are settled on graphs that read whole weights. Then each bucket is gathered in
 every chunk that reads it, by the rank that runs the chunk, so no weight goes from stage to stage.
-Gradients are added up whole, and shared out at the end of a step (`train.stage_shards`).
+Gradients are added up whole, and shared out at the end of a step (`parallel.stage_shards`).
 """
 
 from collections.abc import Mapping

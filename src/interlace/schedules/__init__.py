@@ -18,8 +18,7 @@ dual_pipe_v.py        a folded model with cut backwards at the ends
 stp.py                the same, with a forward beside the backward of the same chunk
 rank_writer.py        what such files are written with
 listed.py             schedules that are lists, from a file or a search
-named_options.py      options behind a schedule's name: eager_folded(depth=5)
-finder.py             from a name to a function, and from that to the actions and phases of a step
+finder.py             from a name and its options to a function, to actions and to phases
 stage.py              a schedule as one rank of a pipeline runs it
 passes.py             what is added to a schedule: heads, graphs of the ends, work once a step
 verify.py             proves that actions can run, in the order of micro-batches

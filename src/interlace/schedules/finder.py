@@ -7,8 +7,9 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from interlace import schedules
 from interlace.errors import InputError, nearest
@@ -19,7 +20,6 @@ from interlace.ir.plan import PhasePlan, Plan
 from interlace.ir.stage_messages import Edge
 from interlace.own_code import load_function
 from interlace.schedules.listed import READERS, ListedSchedule, read_listed
-from interlace.schedules.named_options import split_options, with_options
 from interlace.schedules.passes import with_ends, with_heads, with_once_a_step
 from interlace.schedules.verify import check_ranks
 
@@ -38,6 +38,12 @@ _ALSO = {
 and without marks between words."""
 _HALVES = (Share.INPUT, Share.WEIGHT)
 """Shares of a backward that was cut in two."""
+_CALL = re.compile(r"([^()]+)\((.*)\)")
+"""Finds a schedule with options behind its name: `eager_folded(depth=5)`."""
+_OPTION = re.compile(r"\s*(\w+)\s*=\s*(-?\d+)\s*")
+"""Finds one of these."""
+_NOT_OPTIONS = ("ranks", "micro_batches")
+"""Of a schedule's parameters those that the job gives."""
 ScheduleFunction = Callable[..., tuple[tuple[Action, ...], ...]]
 """`(ranks, micro_batches, chunks) -> for each rank a tuple of actions`; further parameters with
 defaults are options."""
@@ -281,3 +287,44 @@ def validate(
                 f"{', '.join(needed)}",
                 hint="plan again",
             )
+
+
+def split_options(text: str) -> tuple[str, Mapping[str, int]]:
+    """`name(option=number, ...)`, as a run file gives it, as the name and its options; a bare name
+    has none.
+
+    Raises InputError for anything else in brackets."""
+    found = _CALL.fullmatch(text.strip())
+    if found is None:
+        return text, {}
+    name, given = found[1].strip(), found[2]
+    options: dict[str, int] = {}
+    for each in given.split(","):
+        option = _OPTION.fullmatch(each)
+        if option is None:
+            raise InputError(
+                f"schedule {text!r}: {each.strip()!r} is no option and its whole number",
+                hint="write it as eager_folded(depth=5)",
+            )
+        options[option[1]] = int(option[2])
+    return name, options
+
+
+def with_options(
+    name: str, function: Callable[..., Any], options: Mapping[str, int]
+) -> tuple[str, Callable[..., Any]]:
+    """A schedule's function with these options as its defaults, and a name that says so. Raises
+    InputError for an option that it has not."""
+    if not options:
+        return name, function
+    known = [each for each in inspect.signature(function).parameters if each not in _NOT_OPTIONS]
+    for option in options:
+        if option not in known:
+            raise InputError(
+                f"schedule {name!r} has no option {option!r}",
+                hint=nearest(option, known) if known else "it has none",
+            )
+    text = ",".join(f"{option}={value}" for option, value in options.items())
+    made: Any = partial(function, **options)
+    made.__module__, made.__qualname__ = function.__module__, function.__qualname__
+    return f"{name}({text})", made

@@ -8,12 +8,13 @@ stages of different layout, dense layers before those with experts, a capacity o
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from interlace.config import Recompute, RunConfig, world_of
+from interlace.config import Recompute, RunConfig
+from interlace.degrees import resolve_layout
 from interlace.errors import InputError
 from interlace.hardware.expert_job import ExpertJob
 from interlace.hardware.step_job import StepJob
 from interlace.model_config import expert_width_of, head_size_of
-from interlace.rules import check, resolve_layout
+from interlace.rules import check
 
 BYTE_TOKENS = 256
 """Tokens of the tokenizer `bytes`."""
@@ -116,7 +117,7 @@ def layout_of(config: RunConfig, ranks: int = 0, expert_load: float = 1.0) -> Jo
     refuse_load(config, expert_load)
     parallel = config.parallel
     if ranks or parallel.data_shard != -1:
-        config = resolve_layout(config, ranks or world_of(parallel))
+        config = resolve_layout(config, ranks or parallel.ranks)
         parallel = config.parallel
     else:
         raise InputError(

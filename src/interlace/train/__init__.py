@@ -2,27 +2,23 @@
 
 worker.py         one rank of a job, from the process group to the last line
 session.py        one rank's model, data, weights, optimizer and runners
-opening.py        how a session is made from a RunConfig
+rank_job.py       what a run file comes to on one rank, checked and settled
+opening.py        how a session is made from that
 built_model.py    the module that a rank trains, laid out, with its loss
 weights.py        master weights: what the optimizer owns
-bucket_shards.py  this rank's share of weights that data-parallel ranks own between them
-stage_shards.py   ZeRO in a stage of a pipeline
-gradient_norm.py  the norm of all gradients, and clipping by it
-optimizer.py      AdamW with warm-up and decay
-step_runners.py   two strands, one strand, eager: the ways to run a step
+optimizer.py      AdamW with warm-up and decay, the norm of all gradients, and clipping by it
+step_runners.py   two strands, one strand, eager: the ways to run a step, and what each gives
 fully_sharded.py  PyTorch's `fully_shard` on the same module, to compare
-stage_results.py  what a model says beside its loss, told by the ranks of its last stage
-stages.py         what a run in a pipeline says and records
 loop.py           the loop, and what it writes
 compare.py        the same first steps under each runner
 gradient_check.py  one step against eager PyTorch, before training
 fallback.py       whether the plan wins on the real machine
 expert_load.py    how evenly tokens are dealt to experts
 renewal.py        a plan made again when the load of experts drifts
-proof.py          whether the plan hid what it said it would
 same_run.py       what the ranks of a run must hold alike
 checkpointer.py   when checkpoints are written, and which one is taken up
 session_state.py  what a checkpoint holds of a session
+recorded_steps.py  what is said of a recorded step: expected and measured, stage by stage
 metrics.py        metrics.jsonl, and the numbers in it
 model_flops.py    FLOPs of a token, for MFU
 environment.py    environment, run file, costs and plan, written down

@@ -1,7 +1,5 @@
 """The module that one rank trains: built, laid out over the meshes, with its loss."""
 
-import dataclasses
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from interlace.config import ModelConfig, RunConfig
+from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.models import model_file
-from interlace.models.hugging_face import load_config, load_weights
+from interlace.models.hugging_face import load_weights
 from interlace.models.moe import RoutedLogits
 from interlace.models.transformers_model import TransformersLoss, build, has_weights
 from interlace.parallel.context import apply_context_parallel
@@ -20,7 +18,6 @@ from interlace.parallel.expert import apply_expert_parallel
 from interlace.parallel.meshes import EXPERT_AXIS, Meshes
 from interlace.parallel.plans import apply_published_plan
 from interlace.parallel.tensor import apply_tensor_parallel
-from interlace.rules import check
 
 
 def build_module(
@@ -46,20 +43,16 @@ def build_module(
         )
     folder = Path(config.model.config)
     loads = config.model.config and has_weights(folder) and not is_fake()
+    merged = config.parallel.expert_sends == "merged"
     if meshes.experts is not None:
         if loads:  # whole, and then a rank keeps its experts
             load_weights(model, folder)
-        _deal_experts(model, config, meshes)
+        experts = meshes.experts[EXPERT_AXIS]
+        apply_expert_parallel(model, experts, meshes.counts, merged=merged)
     apply_tensor_parallel(model, meshes.tensor, files.TENSOR_PLAN)
     if loads and meshes.experts is None:
         load_weights(model, folder)
     return NextTokenLoss(model, config.model.experts.auxiliary_weight)
-
-
-def _deal_experts(model: nn.Module, config: RunConfig, meshes: Meshes) -> None:
-    assert meshes.experts is not None
-    merged = config.parallel.expert_sends == "merged"
-    apply_expert_parallel(model, meshes.experts[EXPERT_AXIS], meshes.counts, merged=merged)
 
 
 def is_fake() -> bool:
@@ -67,45 +60,27 @@ def is_fake() -> bool:
     return type(torch.empty(0)) is not Tensor
 
 
-def published_shape(config: RunConfig) -> RunConfig:
-    """`config` with the shape of the model that `model.config` names, if there is one. Raises
-    InputError for a folder that holds none."""
-    if config.model.source == "hugging_face" or not config.model.config:
-        return config
-    found = replace(config, model=load_config(config.model.config, config.model))
-    check(found)
-    return found
-
-
-def overridden_shape(given: RunConfig, found: RunConfig) -> str:
-    """What `published_shape` has put in place of values that the run file, a preset or a flag set,
-    as one line; empty if nothing."""
-    was, now = (_flat(config.model) for config in (given, found))
-    changed = [
-        f"model.{name} = {now[name]!r}, not {was[name]!r}"
-        for name, default in _flat(ModelConfig()).items()
-        if was[name] not in (default, now[name])
-    ]
-    if not changed:
-        return ""
-    return f"config.json of model.config = {given.model.config!r} says {', '.join(changed)}"
-
-
-def _flat(model: ModelConfig) -> dict[str, object]:
-    """Every value by its name below `model.`, as in `experts.count`."""
-    values = dataclasses.asdict(model)
-    experts = values.pop("experts")
-    return values | {f"experts.{name}": value for name, value in experts.items()}
+def vocabulary(config: RunConfig, tokens: int) -> int:
+    """Rows of the embedding for a tokenizer of `tokens` tokens. Raises InputError where
+    `model.vocab_size` has fewer."""
+    if config.model.vocab_size and config.model.vocab_size < tokens:
+        raise InputError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's "
+            f"{tokens} tokens",
+            hint=f"set model.vocab_size to {tokens} or more, or to 0",
+        )
+    return config.model.vocab_size or tokens
 
 
 def _transformers_module(
     config: RunConfig, meshes: Meshes, vocab_size: int, device: torch.device
 ) -> nn.Module:
-    length = config.data.sequence_length
+    length, merged = config.data.sequence_length, config.parallel.expert_sends == "merged"
     with device:  # fake tensors cannot be moved
         model = build(config.model.config, vocab_size=vocab_size, sequence_length=length)
     if meshes.experts is not None:
-        _deal_experts(model, config, meshes)
+        experts = meshes.experts[EXPERT_AXIS]
+        apply_expert_parallel(model, experts, meshes.counts, merged=merged)
     apply_published_plan(model, meshes.tensor)
     return TransformersLoss(model)
 

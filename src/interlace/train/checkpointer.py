@@ -11,7 +11,7 @@ from interlace.checkpoint import folders as files
 from interlace.checkpoint.background_save import Background, Outcome, write_checkpoint
 from interlace.checkpoint.folders import Damaged
 from interlace.checkpoint.manifest import MANIFEST, Manifest
-from interlace.checkpoint.request import changed_settings, checkpoint_directory
+from interlace.checkpoint.request import changed_settings
 from interlace.checkpoint.tensor_files import SavePieces, check_headers, plan_pieces
 from interlace.claims import Claim, holder
 from interlace.data.batches import Batches
@@ -40,7 +40,7 @@ class Checkpointer:
         """`claim` is the right to write into the directory, of a run that saves."""
         self.session = session
         self.config = session.config.checkpoint
-        self.directory = checkpoint_directory(session.config)
+        self.directory = session.config.checkpoints
         self._tell = tell
         self._claim = claim
         self._pieces: SavePieces | None = None

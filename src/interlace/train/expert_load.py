@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from interlace.models.routers import Router, updated_bias
 from interlace.train.session import Session
-from interlace.train.stage_results import from_last_stage, gives_results
+from interlace.train.step_runners import from_last_stage, gives_results
 
 
 def load_values(session: Session, results: Sequence[tuple[Tensor, ...]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ slowest rank's medians decide, so that all ranks decide alike.
 from dataclasses import dataclass, field
 from statistics import median
 
-from interlace.config import RunConfig, StrandsChoice, tries_fallback
+from interlace.config import RunConfig, StrandsChoice
 from interlace.ranks.small_collectives import largest
 
 MARGIN = 1.01
@@ -52,7 +52,7 @@ class Trial:
     def running(self) -> bool:
         """Whether there is something left to try."""
         wanted = self.config.plan.trial_steps
-        return tries_fallback(self.config) and len(self._taken["1"]) < wanted + 1
+        return self.config.tries_fallback and len(self._taken["1"]) < wanted + 1
 
     def next_mode(self) -> StrandsChoice:
         """Two strands and one strand in turn, then whatever won."""

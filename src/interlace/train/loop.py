@@ -1,6 +1,5 @@
 """The training loop and what it writes."""
 
-import contextlib
 import json
 import math
 import sys
@@ -12,15 +11,9 @@ from typing import Any
 import torch
 
 from interlace import run_files
-from interlace.checkpoint.request import (
-    can_resume,
-    check_request,
-    claims_of,
-    was_cut_off,
-)
-from interlace.claims import RESTART_WAIT_S, WAIT_S, Claims, new_token
+from interlace.claims import Claims
 from interlace.config import RunConfig, StrandsChoice
-from interlace.errors import InputError, RunError
+from interlace.errors import RunError
 from interlace.hardware.devices import peak_flops
 from interlace.ir import store
 from interlace.ir.noise import noise_of
@@ -39,10 +32,15 @@ from interlace.train.fallback import Trial
 from interlace.train.gradient_check import check_gradients
 from interlace.train.metrics import MetricsWriter, step_line
 from interlace.train.model_flops import flops_per_token
-from interlace.train.proof import proof_rows, proof_table
+from interlace.train.recorded_steps import (
+    LABEL,
+    proof_rows,
+    proof_table,
+    record_stages,
+    stages_line,
+)
 from interlace.train.renewal import Drift, Renewal
-from interlace.train.session import Session, vocabulary
-from interlace.train.stages import LABEL, record_stages, stages_line
+from interlace.train.session import Session
 
 
 def say(session: Session, text: str) -> None:
@@ -70,7 +68,7 @@ class Trainer:
         if session.rank == 0:
             claims.output.check()
             # Not before: a run that cannot start must not cost the user an earlier one.
-            if not can_resume(config):
+            if not claims.resumes:
                 _remove_results(self.directory)
             describe_environment(session, self.directory)
             self.metrics = MetricsWriter(
@@ -293,9 +291,7 @@ class Trainer:
         session = self.session
         if session.rank or not self.peak_flops:
             return None
-        flops, reason = flops_per_token(
-            self.config, vocabulary(self.config, session.dataset.vocab_size)
-        )
+        flops, reason = flops_per_token(self.config, session.vocab_size)
         if reason:
             say(session, f"MFU is not shown: {reason}")
         return flops
@@ -312,45 +308,6 @@ def _peak(config: RunConfig, device: torch.device) -> float | None:
     if device.type == "cpu":
         return None
     return peak_flops(torch.cuda.get_device_name(device), config.train.dtype)
-
-
-def claim_directory(config: RunConfig) -> Claims:
-    """Take the output directory, and that of checkpoints if there will be any, for this run.
-
-    First rank only. Refuses a directory in which another run is live, or that holds another run.
-    """
-    directory = Path(config.output.directory)
-    wait_s = RESTART_WAIT_S if config.checkpoint.resume else WAIT_S
-    with contextlib.ExitStack() as refused:
-        claims = claims_of(config, new_token())
-        refused.callback(claims.release)
-        claims.output.take(wait_s)
-        newest_epoch = check_request(config)
-        replaces = config.output.overwrite or can_resume(config) or was_cut_off(config)
-        if run_files.records_of(directory) and not replaces:
-            raise InputError(
-                f"output.directory = {config.output.directory!r} holds an earlier run",
-                hint="choose another output.directory, or set output.overwrite = true",
-            )
-        if claims.separate is not None:
-            claims.separate.take(wait_s)  # not before: it makes the folder
-            newest_epoch = check_request(config)  # of which nothing can change any more
-            claims.separate.begin(newest_epoch)
-        claims.output.begin(newest_epoch)
-        refused.pop_all()
-    return claims
-
-
-def join_claims(config: RunConfig, token: str, epoch: int) -> Claims:
-    """What the first rank claimed, for another rank; `epoch` is that of checkpoints.
-
-    A rank with an output directory of its own takes that, unless a rank beside it has already.
-    """
-    claims = claims_of(config, token)
-    claims.output.take(RESTART_WAIT_S if config.checkpoint.resume else WAIT_S).begin()
-    if claims.checkpoints is not None:
-        claims.checkpoints.epoch = epoch
-    return claims
 
 
 def _remove_results(directory: Path) -> None:

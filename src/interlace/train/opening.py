@@ -15,7 +15,7 @@ from interlace.compiled import (
     StepSettings,
     machine_of_plan,
 )
-from interlace.config import Mode, RunConfig, modes_of
+from interlace.config import Mode, RunConfig
 from interlace.data.batches import open_dataset
 from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
@@ -29,12 +29,11 @@ from interlace.parallel.meshes import StageGroups, axis_groups, build_meshes
 from interlace.parallel.tensor import loss_context
 from interlace.ranks.device import check_device, claim_device, limit_waits
 from interlace.ranks.replicas import random_state
-from interlace.rules import check, resolve_layout
 from interlace.run_files import cache_directory
 from interlace.runtime.candidates import trace_candidates
 from interlace.runtime.executor import Batch
 from interlace.runtime.laid_out_link import LaidOutLink
-from interlace.runtime.memory_limit import memory_limits
+from interlace.runtime.memory_limit import constant_bytes, memory_limits
 from interlace.runtime.rival import inductor_plan
 from interlace.runtime.split_places import agreed_split
 from interlace.runtime.stage_link import DealtWeights, StageLink
@@ -42,19 +41,17 @@ from interlace.runtime.stage_meshes import StageMeshes
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import Schedule, find
 from interlace.schedules.stage import StageSchedule
-from interlace.stage_degrees import of_rank, stages_of, vocabulary_divisor
 from interlace.step import Draws, Step
-from interlace.train.built_model import build_module, overridden_shape, published_shape
+from interlace.train.built_model import build_module, vocabulary
 from interlace.train.fully_sharded import FullyShardedRunner, sharded_twin
 from interlace.train.optimizer import build_optimizer, build_schedule
-from interlace.train.renewal import check_renewal
+from interlace.train.rank_job import RankJob, job_of_rank
 from interlace.train.session import (
     DECOMPOSED_MODES,
     DTYPES,
     PLAIN_MODES,
     Session,
     Setup,
-    vocabulary,
 )
 from interlace.train.step_runners import EagerRunner, StepRunner, planned_step
 from interlace.train.weights import MasterWeights
@@ -66,10 +63,10 @@ SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
 """By number of strands."""
 
 
-def open_session(config: RunConfig) -> Session:
+def open_session(job: RankJob) -> Session:
     """Build everything up to and including the plan. Collective; the process group exists."""
-    setup, twin = _open(config)
-    runners, graphs = _runners(setup, twin)
+    setup, twin = _open(job)
+    runners, graphs = _runners(setup, twin, job.schedule)
     if setup.stages is not None:
         setup.weights.free_others()
     # Not before: the weights of a stage are known when the model has been cut.
@@ -92,33 +89,28 @@ def open_graphs(config: RunConfig) -> tuple[Setup, Compilation, Constants]:
             "not profiled",
             hint="profile one stage's share: parallel.pipeline 1 and fewer model.layers",
         )
-    setup, _ = _open(config)
+    setup, _ = _open(job_of_rank(config))
     return setup, *_trace(setup, SCHEDULES[2])
 
 
-def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
-    check(config)
-    find(config.pipeline.schedule)  # refused before a model is built
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    given, config = config, published_shape(config)
-    check_renewal(config)
-    if rank == 0 and (overridden := overridden_shape(given, config)):
-        print(overridden, file=sys.stderr, flush=True)
-    asked = resolve_layout(config, world_size)
-    config = of_rank(asked, rank)
+def _open(job: RankJob) -> tuple[Setup, nn.Module | None]:
+    config = job.config
+    if job.rank == 0 and job.note:
+        print(job.note, file=sys.stderr, flush=True)
     torch.set_num_threads(config.train.threads)
-    device = claim_device(config)  # again, where the process group is not `session`'s
-    check_device(config, device)
+    # Again, where the process group is not that of `ranks.process_group`.
+    device = claim_device(deterministic=config.train.deterministic)
+    check_device(device, deterministic=config.train.deterministic)
     dataset = open_dataset(
         config.data,
         seed=config.train.seed,
         cache_dir=cache_directory("tokens"),
-        divisor=vocabulary_divisor(asked),
+        divisor=job.vocabulary_divisor,
         vocab_size=config.model.vocab_size,
     )
-    vocab_size = vocabulary(config, dataset.vocab_size)
-    meshes = build_meshes(config.parallel, device.type, stages_of(asked))
+    meshes = build_meshes(config.parallel, device.type, job.layouts)
     limit_waits(meshes.groups)
+    vocab_size = vocabulary(config, dataset.vocab_size)
     torch.manual_seed(config.train.seed)
     module = build_module(config, meshes, vocab_size, device)
     drawn = random_state(device)
@@ -127,10 +119,22 @@ def _open(config: RunConfig) -> tuple[Setup, nn.Module | None]:
     if meshes.stages is None:  # in a pipeline it is not the graphs that sum over replicas
         data = data_layout(module, config.parallel, meshes, reduce_dtype)
     twin = None
-    if "eager" in modes_of(config) and data is not None and _can_fully_shard(config):
+    if "eager" in config.modes and data is not None and _can_fully_shard(config):
         twin = sharded_twin(module, meshes, dtype)
     weights = MasterWeights(module, dtype, data=data, meshes=meshes)
-    setup = Setup(config, asked, rank, world_size, device, meshes, dataset, weights, drawn)
+    setup = Setup(
+        config=config,
+        asked=job.asked,
+        layouts=job.layouts,
+        rank=job.rank,
+        world_size=job.world_size,
+        device=device,
+        meshes=meshes,
+        dataset=dataset,
+        vocab_size=vocab_size,
+        weights=weights,
+        drawn=drawn,
+    )
     return setup, twin
 
 
@@ -169,10 +173,11 @@ def _trace(
     gathers = weights.shards is not None or (data is not None and data.gathers_each)
     if gathers and not isinstance(eager, EagerRunner):
         weights.drop_whole()
+    constant = constant_bytes(config.parallel, config.train.dtype, weights.module, data, held)
     settings = StepSettings(
         plan=config.plan,
         overlap=config.overlap,
-        limits=memory_limits(config, weights.module, data, held),
+        limits=memory_limits(config.plan, constant),
     )
     times = StartUpTimes(
         example=example,
@@ -212,13 +217,13 @@ def _say_if_rounded(setup: Setup) -> None:
 
 
 def _runners(
-    setup: Setup, twin: nn.Module | None
+    setup: Setup, twin: nn.Module | None, of_stages: Schedule
 ) -> tuple[dict[Mode, StepRunner], tuple[Compilation, Constants] | None]:
     """Every way to run a step that the run file asks for, and what plans of strands are made
-    from."""
+    from. `of_stages` is the schedule of a pipeline."""
     if setup.stages is not None:
-        return {setup.config.strands: _pipeline(setup, setup.stages)}, None
-    modes = modes_of(setup.config)
+        return {setup.config.strands: _pipeline(setup, setup.stages, of_stages)}, None
+    modes = setup.config.modes
     runners: dict[Mode, StepRunner] = {}
     if "eager" in modes:
         runners["eager"] = _eager_runner(setup, twin)
@@ -243,9 +248,8 @@ def _runners(
     return runners, (compilation, constants)
 
 
-def _pipeline(setup: Setup, groups: StageGroups) -> Step:
+def _pipeline(setup: Setup, groups: StageGroups, named: Schedule) -> Step:
     """This rank's stage of a pipeline, by the schedule of the run file."""
-    named = find(setup.config.pipeline.schedule)
     ranks = setup.config.parallel.pipeline
     stage = StageSchedule(named.name, named.function, ranks=ranks, rank=groups.number)
     stage.phases(stage.graphs)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from interlace.config import RunConfig, parse_rate, world_of
+from interlace.config import RunConfig, parse_rate
 from interlace.decompose.choose import Request
 from interlace.decompose.rewrite.apply import Decompose
 from interlace.decompose.site_costs import computed_times
+from interlace.degrees import resolve_layout
 from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster
 from interlace.hardware.cluster_costs import ClusterMachine, cluster_costs
@@ -17,11 +18,10 @@ from interlace.hardware.computed_costs import Machine, MachineModel, analytic_co
 from interlace.ir import store
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
-from interlace.machine_rules import described_cluster
 from interlace.measure.machine import measure_this_machine
 from interlace.parallel.meshes import axis_groups, axis_sizes
 from interlace.report.cost_tables import warning
-from interlace.rules import resolve_layout
+from interlace.rules import described_cluster
 from interlace.runtime.traced_strands import Strands
 
 ASSUMED_RATE = "10gbit"
@@ -58,7 +58,7 @@ def computed_costs(
 ) -> tuple[CostTable, str]:
     """Costs on a rank of `cluster`, or else on the machine that the run file describes, and in
     words where they come from."""
-    parallel = resolve_layout(config, world_of(config.parallel)).parallel
+    parallel = resolve_layout(config, config.parallel.ranks).parallel
     if cluster is not None:
         costs = cluster_costs(graphs, cluster, axis_groups(parallel))
         return costs, f"computed for {_described(config, cluster, costs.links)}"

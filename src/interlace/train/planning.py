@@ -20,9 +20,10 @@ import torch.distributed as dist
 from interlace import run_files
 from interlace.claims import refuse_in_live_run
 from interlace.compiled import Compilation, StepSettings
-from interlace.config import RunConfig, world_of
+from interlace.config import RunConfig
 from interlace.data.tokens import open_tokenizer
 from interlace.decompose.rewrite.apply import Decompose
+from interlace.degrees import resolve_layout
 from interlace.errors import InputError
 from interlace.experts.merged_sends import expected_sends
 from interlace.graphs.recompute import policy_of
@@ -30,6 +31,7 @@ from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
 from interlace.hardware.cluster import Cluster
 from interlace.ir.noise import noise_of
 from interlace.ir.plan import to_text
+from interlace.models.hugging_face_config import overridden_shape, published_shape
 from interlace.models.transformers_model import published_sizes
 from interlace.parallel.data import data_layout, gathered_in_stage
 from interlace.parallel.meshes import build_meshes
@@ -39,7 +41,7 @@ from interlace.report.plan_figures import compare_searches
 from interlace.report.plan_picture import plan_png
 from interlace.report.plan_tables import plan_json, plan_summary
 from interlace.report.stage_tables import stages_json, stages_summary
-from interlace.rules import check, resolve_layout
+from interlace.rules import check
 from interlace.run_files import write_whole
 from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
@@ -47,7 +49,7 @@ from interlace.runtime.stage_gathers import timed_graphs
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import find, names
 from interlace.schedules.schedule_text import write_schedule
-from interlace.train.built_model import build_module, overridden_shape, published_shape
+from interlace.train.built_model import build_module, vocabulary
 from interlace.train.plan_costs import (
     cluster_of,
     computed_costs,
@@ -55,7 +57,7 @@ from interlace.train.plan_costs import (
     measured_costs,
     read_costs,
 )
-from interlace.train.session import DTYPES, vocabulary
+from interlace.train.session import DTYPES
 from interlace.train.stage_plans import StagePlanner, eager_enough, machine_for, steps_of_all
 from interlace.train.weights import cast_parameters
 
@@ -89,7 +91,7 @@ def plan_command(
     if config.parallel.pipeline > 1:
         return _plan_stages(config, output, json=json, picture=picture, cluster=on)
     table = read_costs(cost) if cost else None
-    (_, layers, _), ranks = _shape(config), world_of(config.parallel)
+    (_, layers, _), ranks = _shape(config), config.parallel.ranks
     with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
         candidates = trace_fake(config, on)
     whole = candidates.whole
@@ -100,7 +102,8 @@ def plan_command(
     else:
         costs, origin = measured_costs(table, str(cost), whole, interpolate=interpolate)
     _say(f"costs: {origin}")
-    limits = memory_limits(config, whole.module, whole.data)
+    held = partial(constant_bytes, config.parallel, config.train.dtype)
+    limits = memory_limits(config.plan, held(whole.module, whole.data))
     settings = StepSettings(plan=config.plan, overlap=config.overlap, limits=limits)
     strands = Compilation(candidates, settings, lambda _: costs).chosen()
     if strands.listing is not None:
@@ -112,7 +115,7 @@ def plan_command(
         chosen=config.plan.search,
         micro_batches=config.train.micro_batches,
         limits=limits,
-        constant_bytes=constant_bytes(config, strands.module, strands.data),
+        constant_bytes=held(strands.module, strands.data),
         stage=_stage,
         every=every_search,
     )
@@ -140,14 +143,14 @@ def _plan_stages(
 ) -> int:
     """Simulate a pipeline by its schedule and by all others; the plan is a list of actions."""
     own = find(config.pipeline.schedule)
-    (_, layers, _), ranks = _shape(config), world_of(config.parallel)
+    (_, layers, _), ranks = _shape(config), config.parallel.ranks
     with _stage(f"tracing {layers} layers, one of {ranks} ranks"):
         strands = trace_fake(config, cluster).all
     costs, origin = computed_costs(config, timed_graphs(strands), cluster)
     _say(f"costs: {origin}")
-    settings = StepSettings(
-        plan=config.plan, overlap=config.overlap, limits=memory_limits(config, strands.module, None)
-    )
+    held = constant_bytes(config.parallel, config.train.dtype, strands.module, None)
+    limits = memory_limits(config.plan, held)
+    settings = StepSettings(plan=config.plan, overlap=config.overlap, limits=limits)
     machine = machine_for(config, cluster)
     planner = StagePlanner(config, strands, costs, settings, machine, strands.data)
     with _stage("simulating schedules"):
@@ -185,7 +188,7 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
     those of the whole model, not cut, with how ranks share weights that they will gather in
     chunks. Collectives are decomposed by times of `cluster`, or else of
     the machine of the run file."""
-    ranks, in_stages = world_of(config.parallel), config.parallel.pipeline > 1
+    ranks, in_stages = config.parallel.ranks, config.parallel.pipeline > 1
     config = resolve_layout(config, ranks)
     tensor = config.parallel.tensor
     tokens = -(-open_tokenizer(config.data.tokenizer).vocab_size // tensor) * tensor
@@ -245,7 +248,7 @@ def describe_model(config: RunConfig) -> str:
     return (
         f"{architecture}, {layers} layers of width {width}{routed}, sequence "
         f"{config.data.sequence_length} x {train.micro_batch_size}, {train.dtype}, "
-        f"{world_of(config.parallel)} ranks"
+        f"{config.parallel.ranks} ranks"
     )
 
 

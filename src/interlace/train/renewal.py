@@ -8,8 +8,6 @@ from collections import deque
 from dataclasses import dataclass
 
 from interlace.compiled import Compilation, Constants
-from interlace.config import RunConfig
-from interlace.errors import InputError
 from interlace.ranks.agree import check_agreement
 from interlace.runtime.executor import Batch
 from interlace.schedules.finder import find
@@ -69,21 +67,3 @@ class Renewal:
         new.losses, new.number = old.losses, old.number
         session.runners["2"] = new
         return new
-
-
-def check_renewal(config: RunConfig) -> None:
-    """Raise InputError where `train.renew_plan_at` has nothing to look at, or nothing to do."""
-    plan, experts, share = config.plan, config.model.experts, config.train.renew_plan_at
-    for name, value, wrong in (
-        ("model.experts.count", experts.count, not experts.count),
-        ("strands", config.strands, config.strands != "2"),
-        ("parallel.pipeline", config.parallel.pipeline, config.parallel.pipeline > 1),
-        ("plan.file", plan.file, plan.file),
-        ("plan.cluster", plan.cluster, plan.cluster),
-    ):
-        if share and wrong:
-            raise InputError(
-                f"train.renew_plan_at = {share} measures two strands again when the load of "
-                f"experts drifts, and {name} = {value!r}",
-                hint=f"leave train.renew_plan_at out, or change {name}",
-            )

@@ -25,12 +25,12 @@ from interlace.ranks.agree import (
     environment_fields,
     refused_together,
 )
-from interlace.ranks.replicas import random_state, tensor_contents
+from interlace.ranks.replicas import module_buffers, random_state, tensor_contents
 from interlace.ranks.small_collectives import alone
 from interlace.ranks.source_files import own_code_contents, package_contents
 from interlace.search.planner import SEARCHES
 from interlace.train.session import Session
-from interlace.train.weights import check_weights, module_buffers
+from interlace.train.weights import check_weights
 
 _WEIGHTS_HINT = (
     "the ranks that share a weight must begin with the same one: build the model from the same "
@@ -50,22 +50,24 @@ def check_software(config: RunConfig) -> None:
     hang."""
     if alone():
         return
-    check_agreement(_configuration(config) | environment_fields() | _model_software(config))
-    check_contents(package_contents() + own_code_contents(_own_code(config)))
+    own_code, fields = _own_code(config), _configuration(config) | _model_software(config)
+    check_agreement(fields | environment_fields())
+    check_contents(package_contents() + own_code_contents(own_code))
 
 
 def check_built(session: Session) -> None:
     """Data, graphs, plans, weights and buffers, before the first step. Collective."""
     if alone():
         return
+    built, drawn, order = _built(session), _draws(session), _order(session.batches())
     check_agreement({"data": session.dataset.digest})
     with refused_together():  # stages that are laid out each in its own way compare by themselves
-        check_agreement(_built(session), group=session.same_graphs)
+        check_agreement(built, group=session.same_graphs)
     if session.stages is not None and session.main is not None:
         check_contents(session.main.contents)
     check_weights(session.weights, _WEIGHTS_HINT, session.same_graphs)
-    check_contents(_draws(session), hint=_WEIGHTS_HINT)
-    check_agreement(_order(session.batches()))
+    check_contents(drawn, hint=_WEIGHTS_HINT)
+    check_agreement(order)
 
 
 def check_state(

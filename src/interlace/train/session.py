@@ -1,36 +1,33 @@
 """Session: one rank's model, data, weights, optimizer and runners, built from a RunConfig."""
 
 import math
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from interlace.compiled import Compilation, Constants
-from interlace.config import Mode, RunConfig, parse_rate
+from interlace.config import Mode, ParallelConfig, RunConfig
 from interlace.data.batches import Batches, Dataset
-from interlace.errors import InputError, RunError
+from interlace.degrees import widest
+from interlace.errors import RunError
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
-from interlace.lab import links
 from interlace.parallel.context import local_positions
 from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes, StageGroups
 from interlace.parallel.tensor import loss_context
-from interlace.ranks.attempt import meet, meeting_bound
-from interlace.ranks.device import BACKENDS, NCCL_TIMEOUT, claim_device
-from interlace.ranks.watchdog import Watchdog
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
-from interlace.stage_degrees import stages_of, widest
 from interlace.step import Step
-from interlace.train.gradient_norm import clip_by, global_norm, norm_over_stages
-from interlace.train.stage_results import averaged_losses, gives_results
-from interlace.train.step_runners import StepRunner, loss_and_results
+from interlace.train.optimizer import clip_by, global_norm, norm_over_stages
+from interlace.train.step_runners import (
+    StepRunner,
+    averaged_losses,
+    gives_results,
+    loss_and_results,
+)
 from interlace.train.weights import MasterWeights
 
 PLAIN_MODES = frozenset[Mode]({"plain-1", "plain-2"})
@@ -42,81 +39,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types that `train.dtype` and `train.reduce_dtype` name."""
 
 
-@contextmanager
-def process_group(config: RunConfig, *, process_ends: bool = False) -> Iterator[dist.Store]:
-    """The default process group of this attempt of the job, and a store of its own; ranks watch
-    each other meanwhile.
-
-    `process_ends` says that the process ends right after, which rank 0 then sees to. Raises
-    PeerError if another rank is at fault.
-    """
-    device = claim_device(config)
-    backend = BACKENDS[device.type]
-    if config.link.rate:
-        if device.type == "cuda":
-            raise InputError(
-                "link.rate emulates a link between CPU processes, and this machine has a GPU",
-                hint="set CUDA_VISIBLE_DEVICES= to train on the CPU, or link.rate to empty",
-            )
-        rate = parse_rate(config.link.rate, "link.rate")
-        backend = links.emulated_backend(rate, config.link.latency_us)
-    if "RANK" not in os.environ:  # a single process needs no launcher
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        os.environ.update(alone)
-    with meeting_bound(config.watchdog.start_s):
-        store, rank, world_size = meet(config.watchdog.start_s)
-    watchdog = _watchdog(config, store, rank, world_size, process_ends=process_ends)
-    build = partial(_build_group, backend, device, store, rank, world_size)
-    if watchdog is None:
-        build()
-        try:
-            yield store
-        finally:
-            dist.destroy_process_group()
-        return
-    with watchdog:
-        with watchdog.bounded("building its process group", config.watchdog.start_s):
-            build()
-        try:
-            with watchdog.reporting():
-                yield store
-        finally:
-            with watchdog.bounded("taking down its process group", config.watchdog.end_s):
-                dist.destroy_process_group()
-
-
-def _build_group(
-    backend: str, device: torch.device, store: dist.Store, rank: int, world_size: int
-) -> None:
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("default", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=NCCL_TIMEOUT if device.type == "cuda" else None,
-    )
-
-
-def _watchdog(
-    config: RunConfig, store: dist.Store, rank: int, world_size: int, *, process_ends: bool
-) -> Watchdog | None:
-    """What watches the ranks from here to their end; None for one rank, or if that is off."""
-    if world_size == 1 or not config.watchdog.enabled:
-        return None
-    limits = config.watchdog
-    return Watchdog(
-        store,
-        rank,
-        world_size,
-        heartbeat_s=limits.heartbeat_s,
-        dead_after_s=limits.dead_after_s,
-        busy_s=limits.busy_s,
-        start_s=limits.start_s,
-        end_s=limits.end_s,
-        process_ends=process_ends,
-    )
-
-
 @dataclass
 class Setup:
     """What one rank trains: data, weights and optimizer on its device, and its place."""
@@ -126,11 +48,15 @@ class Setup:
     layout and the micro-batches of its stage."""
     asked: RunConfig
     """As the run file has it, alike on all ranks."""
+    layouts: tuple[ParallelConfig, ...]
+    """Those of stages that are laid out each in its own way."""
     rank: int
     world_size: int
     device: torch.device
     meshes: Meshes
     dataset: Dataset
+    vocab_size: int
+    """Rows of the embedding."""
     weights: MasterWeights
     drawn: bytes
     """Where the random generators stood when the model was built, as a digest: ranks that hold
@@ -149,10 +75,10 @@ class Setup:
     def held_out(self) -> list[Batch]:
         """What evaluations see, alike on all ranks; of stages that are laid out each in its own
         way, this rank's rows of it."""
-        train, stages = self.asked.train, stages_of(self.asked)
-        size = train.micro_batch_size * (widest(stages) if stages else 1)
+        train = self.asked.train
+        size = train.micro_batch_size * (widest(self.layouts) if self.layouts else 1)
         batches = self.dataset.held_out(size, train.evaluate_batches)
-        if stages:
+        if self.layouts:
             own, shares = self.meshes.data_rank, self.meshes.data_ranks
             batches = [(each[0].chunk(shares)[own], each[1].chunk(shares)[own]) for each in batches]
         return [self.move(batch) for batch in batches]
@@ -195,7 +121,8 @@ class Session(Setup):
         """What this rank holds during all of a step."""
         module, data = self.weights.module, self.weights.data
         held = None if self.main is None else self.main.strands.held
-        return sum(constant_bytes(self.config, module, data, held).values())
+        parallel, dtype = self.config.parallel, self.config.train.dtype
+        return sum(constant_bytes(parallel, dtype, module, data, held).values())
 
     @property
     def runner(self) -> StepRunner:
@@ -292,14 +219,3 @@ class Session(Setup):
         if self.weights.data is not None:
             return self.weights.data.ranks
         return self.stages.copies if self.stages is not None else 1
-
-
-def vocabulary(config: RunConfig, tokens: int) -> int:
-    """Rows of the embedding for a tokenizer of `tokens` tokens."""
-    if config.model.vocab_size and config.model.vocab_size < tokens:
-        raise InputError(
-            f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's "
-            f"{tokens} tokens",
-            hint=f"set model.vocab_size to {tokens} or more, or to 0",
-        )
-    return config.model.vocab_size or tokens

@@ -23,7 +23,7 @@ from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import PIPELINE_AXIS
 from interlace.train.expert_load import router_biases
 from interlace.train.optimizer import set_step
-from interlace.train.session import Session, vocabulary
+from interlace.train.session import Session
 
 
 def state_tensors(session: Session) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def plain_state(session: Session, batches: Batches) -> dict[str, Any]:
     return {
         "data": batches.state_dict(),
         "ranks": session.world_size,
-        "vocabulary": vocabulary(session.config, session.dataset.vocab_size),
+        "vocabulary": session.vocab_size,
         "versions": {"interlace": interlace.__version__, "torch": str(torch.__version__)},
     }
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from interlace.compiled import StepSettings
-from interlace.config import RunConfig, world_of_stage
+from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster
 from interlace.hardware.cluster_costs import ClusterMachine
@@ -145,14 +145,15 @@ class StagePlanner:
 
     def _constant_bytes(self, handovers: Handovers, rank: int) -> int:
         held = [name for name in handovers.readers if rank in handovers.holders(name)]
-        return sum(constant_bytes(self.config, self.strands.module, None, held).values())
+        parallel, dtype = self.config.parallel, self.config.train.dtype
+        return sum(constant_bytes(parallel, dtype, self.strands.module, None, held).values())
 
 
 def machine_for(config: RunConfig, cluster: Cluster | None) -> Machine:
-    """What carries messages between stages, whose ranks lie `world_of_stage` apart."""
+    """What carries messages between stages, whose ranks lie `stage_ranks` apart."""
     if cluster is None:
         return machine_of(config)[0]
-    apart, stages = world_of_stage(config.parallel), config.parallel.pipeline
+    apart, stages = config.parallel.stage_ranks, config.parallel.pipeline
     hops = [(rank, rank + apart) for rank in range(apart * (stages - 1))]
     return ClusterMachine(cluster, {PIPELINE_AXIS: hops})
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.graphs.parts import RESULT
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
@@ -23,7 +24,7 @@ from interlace.runtime.eager_recorder import EagerRecorder
 from interlace.runtime.executor import Batch
 from interlace.runtime.recorder import clock_for
 from interlace.runtime.stage_link import StageLink
-from interlace.runtime.traced_strands import Strands
+from interlace.runtime.traced_strands import FORWARD, Strands
 from interlace.schedules.finder import Schedule
 from interlace.step import NO_DRAWS, Draws, Step
 from interlace.train.weights import MasterWeights, TrainedWeights
@@ -138,3 +139,28 @@ def planned_step(
     share them. `schedule` and `link` are those of a pipeline."""
     tensors = TrainedWeights(weights, strands.placements, constants)
     return Step(strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link)
+
+
+def gives_results(step: Step) -> bool:
+    """Whether the model says something beside its loss; alike on all ranks."""
+    return any(name.role == RESULT for name in step.strands.measured.parts[FORWARD].names)
+
+
+def from_last_stage(step: Step, own: Tensor | None, like: Tensor, what: str) -> Tensor:
+    """What the ranks of the last chunk have, alike, as `own`, on all ranks of the pipeline; `like`
+    has its shape and type, and `what` is for errors. Collective over the pipeline."""
+    assert step.link is not None
+    assert step.strands.handovers is not None
+    found = torch.zeros_like(like) if own is None else own.clone()
+    step.link.share(found, step.strands.handovers.rank_of[-1], what)
+    return found
+
+
+def averaged_losses(step: Step, losses: Tensor, place: int) -> Tensor:
+    """By micro-batch, the loss that the model gives as its result number `place`, in the place of
+    `losses`, as these are told. Collective over the pipeline."""
+    assert step.link is not None
+    own = None
+    if step.results:
+        own = step.link.averaged(torch.stack([each[place] for each in step.results]))
+    return from_last_stage(step, own, losses, "the losses of an evaluation")

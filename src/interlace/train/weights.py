@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from interlace.parallel.bucket_shards import BucketShards, laid_out
 from interlace.parallel.data import DataLayout, views
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes
-from interlace.parallel.own_buffers import own_buffers
+from interlace.parallel.stage_shards import StageShards
 from interlace.parallel.tensor import finish_gradients
-from interlace.ranks.agree import SAME_START, Content, check_contents, refused_together
-from interlace.ranks.replicas import tensor_contents
+from interlace.ranks.agree import SAME_START, check_contents, refused_together
+from interlace.ranks.replicas import module_buffers, tensor_contents
 from interlace.runtime.executor import Batch
-from interlace.train.bucket_shards import BucketShards, laid_out
-from interlace.train.stage_shards import StageShards
 
 # Functional collectives are seen by the recorder of eager steps.
 _functional = torch.ops._c10d_functional
@@ -291,18 +290,12 @@ def check_weights(
     """Raise PeerError for masters or buffers that have come to differ; `alike` are the ranks that
     hold the same buffers, by default all. Collective."""
     masters = {f"weight {name!r}": each for name, each in weights.masters.items()}
+    own = tensor_contents(masters, group=weights.group)
+    buffers = module_buffers(weights.module, alike)
     with refused_together():  # ranks of other stages have nothing to compare with these
-        own = tensor_contents(masters, group=weights.group)
         check_contents(own, group=weights.group, hint=hint)
     with refused_together():
-        check_contents(module_buffers(weights.module, alike), group=alike, hint=hint)
-
-
-def module_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> list[Content]:
-    """Buffers of a model, of which ranks may hold their own rows."""
-    buffers = {f"buffer {name!r}": each for name, each in module.named_buffers()}
-    own = {f"buffer {name!r}": place for name, place in own_buffers(module)}
-    return tensor_contents(buffers, own=own, group=group)
+        check_contents(buffers, group=alike, hint=hint)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

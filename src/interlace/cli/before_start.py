@@ -1,11 +1,13 @@
-"""Whether a run can fit into the memory of this machine, before any of its ranks starts.
+"""What is refused before any rank of a run starts: files that are not there, too large a model.
 
-Without a GPU weights lie in the machine's own memory, and when that is used up the kernel kills a
-process, some minutes into the run. What is counted here is the least that any layout needs, so that
-nothing is refused that could run: weights, or float32 masters, sums of gradients and two moments of
-AdamW, once for all ranks, or the whole model that each rank builds before it keeps its part.
+The ranks would say the same some seconds or minutes later, each behind its own start. Without a GPU
+weights lie in the machine's own memory, and when that is used up the kernel kills a process. What
+is counted here is the least that any layout needs, so that nothing is refused that could run:
+weights, or float32 masters, sums of gradients and two moments of AdamW, once for all ranks, or the
+whole model that each rank builds before it keeps its part.
 """
 
+import glob
 from pathlib import Path
 
 from interlace.config import RunConfig
@@ -73,3 +75,27 @@ def free_bytes(
     except OSError:
         return free
     return min(free, int(most)) if most.isdigit() else free
+
+
+def check_named_files(config: RunConfig) -> None:
+    """Raise InputError naming the first file or folder of the run file that does not exist."""
+    data, model, plan = config.data, config.model, config.plan
+    named = {
+        "data.path": ("" if data.path == "stdlib" else data.path, "a file, a folder or a glob"),
+        "data.tokenizer": ("" if data.tokenizer == "bytes" else data.tokenizer, "tokenizer.json"),
+        "model.config": (model.config, "a folder with a config.json"),
+        "plan.file": (plan.file, "a plan that `interlace plan RUN -o FILE` wrote"),
+    }
+    for key, (path, what) in named.items():
+        if path and not _exists(path, pattern=key == "data.path"):
+            raise InputError(
+                f"{key} = {path!r} does not exist (in {Path.cwd()})",
+                hint=f"set {key} to {what}, or leave it out",
+            )
+
+
+def _exists(path: str, *, pattern: bool) -> bool:
+    whole = Path(path).expanduser()
+    if whole.exists():
+        return True
+    return pattern and next(glob.iglob(str(whole), recursive=True), None) is not None

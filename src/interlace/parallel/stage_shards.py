@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from interlace.parallel.bucket_shards import laid_out
 from interlace.parallel.data import (
     Bucket,
     DataLayout,
@@ -27,7 +28,6 @@ from interlace.parallel.data import (
 )
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import SHARD_AXIS, Meshes
-from interlace.train.bucket_shards import laid_out
 
 
 class StageShards:
