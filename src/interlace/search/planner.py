@@ -177,15 +177,14 @@ def searched_phases(phases: Sequence[str]) -> list[str]:
     return [name for name in phases if name not in headed]
 
 
-def plan_phase(problem: Problem, search: str) -> PhasePlan:
+def plan_phase(problem: Problem, search: str | Search) -> PhasePlan:
     """The order that `search` finds. The same problem always gives the same order.
 
     Raises InputError for an unknown search, or if the order needs more memory than allowed.
     """
-    search = present_search(search, "search")
-    chosen = find_search(search)
+    chosen = search if isinstance(search, Search) else find_search(present_search(search, "search"))
     quick = _quickened(problem)
-    others = [each for name, each in SEARCHES.items() if chosen.optimises and name != search]
+    others = [each for each in SEARCHES.values() if chosen.optimises and each != chosen]
     candidates = [each.find(quick) for each in (chosen, *others)]
     fitting = [found for found in candidates if _fits(problem, found[0])]
     if not fitting:

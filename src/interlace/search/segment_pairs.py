@@ -10,6 +10,12 @@ are launched as early as possible and the strand that does not wait for one goes
 groups a layer's operators by hand; here a traced graph is cut at its collectives, so that each
 segment is a stretch of compute or one collective, and long stretches are cut further. The paper
 plans one layer and repeats it; here the recurrence runs over the whole graph.
+
+Their program also runs operators of one strand beside its own collective where they do not read
+it: the gradient of a weight beside the scattered sum of that of its input, a block of attention
+beside the hop that brings the keys of the next. `beside` makes a segment of such a collective and
+what follows it; without it, as plans of this package have it, nothing shares a block within a
+strand.
 """
 
 from collections.abc import Sequence
@@ -38,24 +44,43 @@ class Blocks:
     length_ns: int
 
 
-def order_segment_pairs(problem: Problem) -> Blocks:
+def order_segment_pairs(problem: Problem, *, beside: bool = False) -> Blocks:
     """The best pairing over the segmentations in `CUTS`."""
-    found = [pair_segments(problem, *segments(problem, parts)) for parts in CUTS]
+    found = [pair_segments(problem, *segments(problem, parts, beside=beside)) for parts in CUTS]
     return min(found, key=lambda blocks: blocks.length_ns)
 
 
-def segments(problem: Problem, parts: int) -> tuple[list[Segment], list[Segment]]:
+def segments(
+    problem: Problem, parts: int, *, beside: bool = False
+) -> tuple[list[Segment], list[Segment]]:
     """Segments of the first job, and of all others: stretches of compute, each in `parts` of about
-    equal time, and collectives."""
+    equal time, and collectives; with `beside`, a collective and what follows without reading it."""
     found: list[list[Segment]] = []
     for operators in jobs(problem.graph).values():
         groups: list[list[str]] = [[]]
+        closed: list[bool] = [False]
+        after: set[str] = set()
+        """What reads the last collective, or something that does."""
         for op in operators:
             if op.is_collective:
                 groups += [[op.id], []]
+                closed += [True, False]
+                after = {op.id}
+                continue
+            if after.intersection(op.inputs):
+                after.add(op.id)
+            if beside and not groups[-1] and len(groups) > 1 and op.id not in after:
+                groups[-2].append(op.id)
             else:
                 groups[-1].append(op.id)
-        found.append([part for group in groups if group for part in _parts(problem, group, parts)])
+        found.append(
+            [
+                part
+                for group, whole in zip(groups, closed, strict=True)
+                if group
+                for part in _parts(problem, group, 1 if whole else parts)
+            ]
+        )
     first, *others = found or [[]]
     return first, [segment for other in others for segment in other]
 
@@ -104,8 +129,12 @@ def _pairs(problem: Problem, first: Sequence[Segment], second: Sequence[Segment]
     """Times of all blocks of two; segments that look alike are timed once."""
     by_id = problem.graph.by_id
 
-    def look(segment: Segment) -> tuple[str, int]:
-        return by_id[segment[0]].lane, sum(problem.solo_ns[name] for name in segment)
+    def look(segment: Segment) -> tuple[tuple[str, int], ...]:
+        busy: dict[str, int] = {}
+        for name in segment:
+            lane = by_id[name].lane
+            busy[lane] = busy.get(lane, 0) + problem.solo_ns[name]
+        return tuple(sorted(busy.items()))
 
     looks = [[look(segment) for segment in side] for side in (first, second)]
     kinds = [list(dict.fromkeys(side)) for side in looks]
@@ -129,10 +158,10 @@ def legal(problem: Problem, first: Segment, second: Segment) -> bool:
 
 
 def block_order(problem: Problem, parts: Sequence[Segment]) -> Segment:
-    """Collectives first; segments hold either compute or one collective."""
+    """Collectives first; of a segment with one, no other operator reads it."""
     by_id = problem.graph.by_id
-    ordered = sorted(parts, key=lambda part: not by_id[part[0]].is_collective)
-    return tuple(name for part in ordered for name in part)
+    names = [name for part in parts for name in part]
+    return tuple(sorted(names, key=lambda name: not by_id[name].is_collective))
 
 
 def block_ns(problem: Problem, parts: Sequence[Segment]) -> int:
