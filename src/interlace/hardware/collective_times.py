@@ -53,6 +53,8 @@ class GroupPlace:
     """Ranks of the group in one host, at most."""
     senders: int
     """Devices of a host that send to other hosts at the same time, of this group and others."""
+    apart: int = 1
+    """Devices from one rank of the group to the next."""
 
     def __post_init__(self) -> None:
         if not (0 < self.local <= self.ranks <= self.hosts * self.local):
@@ -96,7 +98,11 @@ def axis_place(cluster: Cluster, size: int, stride: int, world: int) -> GroupPla
     devices = min(cluster.devices_per_host, world)
     local = max(1, min(size, devices // stride))
     return GroupPlace(
-        ranks=size, hosts=math.ceil(size / local), local=local, senders=max(local, devices)
+        ranks=size,
+        hosts=math.ceil(size / local),
+        local=local,
+        senders=max(local, devices),
+        apart=stride,
     )
 
 
@@ -210,7 +216,11 @@ def _all_to_all_s(cluster: Cluster, full_bytes: float, place: GroupPlace) -> flo
 
 
 def _send_s(cluster: Cluster, full_bytes: float, place: GroupPlace) -> float:
+    link = cluster.intra_host
     if place.hosts == 1:
-        return _inside(cluster).send_us * 1e-6 + full_bytes / cluster.intra_host.bytes_per_s
+        rate = link.bytes_per_s
+        if link.island and place.apart >= link.island:  # all devices of an island send at once
+            rate = min(rate, link.between_gb_per_s * 1e9 * link.efficiency / link.island)
+        return _inside(cluster).send_us * 1e-6 + full_bytes / rate
     rate = across_bytes_per_s(cluster, place.senders)
     return _across(cluster).send_us * 1e-6 + full_bytes / rate

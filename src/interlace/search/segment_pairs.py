@@ -44,9 +44,14 @@ class Blocks:
     length_ns: int
 
 
-def order_segment_pairs(problem: Problem, *, beside: bool = False) -> Blocks:
-    """The best pairing over the segmentations in `CUTS`."""
-    found = [pair_segments(problem, *segments(problem, parts, beside=beside)) for parts in CUTS]
+def order_segment_pairs(
+    problem: Problem, *, beside: bool = False, barrier_ns: int = 0
+) -> Blocks:
+    """The best pairing over the segmentations in `CUTS`, if a barrier takes so long by itself."""
+    found = [
+        pair_segments(problem, *segments(problem, parts, beside=beside), barrier_ns)
+        for parts in CUTS
+    ]
     return min(found, key=lambda blocks: blocks.length_ns)
 
 
@@ -97,13 +102,18 @@ def _parts(problem: Problem, group: Sequence[str], parts: int) -> list[Segment]:
     return [tuple(part) for part in found]
 
 
-def pair_segments(problem: Problem, first: Sequence[Segment], second: Sequence[Segment]) -> Blocks:
+def pair_segments(
+    problem: Problem, first: Sequence[Segment], second: Sequence[Segment], barrier_ns: int = 0
+) -> Blocks:
     """The recurrence for one segmentation, row by row."""
-    alone = [np.array([block_ns(problem, [s]) for s in side]) for side in (first, second)]
+    alone = [
+        np.array([block_ns(problem, [s]) + barrier_ns for s in side], dtype=np.int64)
+        for side in (first, second)
+    ]
     done = np.concatenate([[0], np.cumsum(alone[1], dtype=np.int64)])
     times = np.zeros((len(first) + 1, len(second) + 1), dtype=np.int64)
     times[0] = done
-    pairs = _pairs(problem, first, second)
+    pairs = _pairs(problem, first, second) + barrier_ns
     for i in range(1, len(first) + 1):
         reached = times[i - 1] + alone[0][i - 1]
         both = times[i - 1, :-1] + pairs[i - 1]

@@ -69,6 +69,12 @@ class Rank:
             self._idle_until(transfer)
             self._log(transfer.op.id, WAIT, begin, transfer.strand, transfer.micro_batch)
 
+    def pause(self, ns: int) -> None:
+        """Idle for so long; nothing is in flight."""
+        begin = self.now
+        self.now += ns
+        self._log("barrier", WAIT, begin, "", 0)
+
     def in_flight(self) -> list[RunningTransfer]:
         """Collectives that are not over, lane by lane in issue order."""
         return [transfer for queue in self.queues.values() for transfer in queue]
@@ -169,10 +175,11 @@ def simulate(
     issue_ns: int = 0,
     contention: Contention | None = None,
     barriers: Collection[str] = (),
+    barrier_ns: int = 0,
     label: str = "predicted",
 ) -> Timeline:
     """The timeline of `order`. `issue_ns` is the compute lane's time to start a collective; after
-    each operator in `barriers` the rank waits for everything in flight."""
+    each operator in `barriers` the rank waits for everything in flight, and `barrier_ns` more."""
     rank = Rank(issue_ns, contention)
     flying: dict[str, RunningTransfer] = {}
     stops = frozenset(barriers)
@@ -186,4 +193,5 @@ def simulate(
             rank.compute(op, solo_ns[name], strand, 0)
         if name in stops:
             rank.wait(rank.in_flight())
+            rank.pause(barrier_ns)
     return Timeline(label, 0, rank.finish())

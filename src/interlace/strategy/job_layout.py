@@ -265,4 +265,5 @@ def step_job(config: RunConfig, layout: JobLayout) -> StepJob:
         head_norms=model.query_key_norm,
         attention="flash2",
         fused_operators=False,
+        overlap_gradients=layout.pipeline == 1,
     )

@@ -43,6 +43,8 @@ class JobLinks:
 
     cluster: Cluster
     layout: JobLayout
+    transfer_factor: float = 1.0
+    """How many times longer a collective takes while an operator runs beside it."""
 
     @cached_property
     def places(self) -> dict[str, GroupPlace]:
@@ -78,7 +80,8 @@ class JobLinks:
         """How compute is slowed by a collective beside it, and which lanes share a link.
 
         Matmuls lose the multiprocessors that the collective holds, other operators the memory
-        bandwidth that it takes; a collective is not slowed. Sources: `hardware.computed_costs`."""
+        bandwidth that it takes; a collective takes `transfer_factor` times as long, 1 if it has its
+        multiprocessors for itself. Sources: `hardware.computed_costs`."""
         factors: dict[tuple[Kind, Kind], tuple[float, float]] = {}
         links: dict[str, str] = {}
         for lane, kinds in _LANE_KINDS.items():
@@ -96,5 +99,5 @@ class JobLinks:
                     factor = 1 / max(share, 1 / LARGEST_FACTOR)
                     for compute in computes:
                         slower = max(factor, factors.get((compute, kind), (1.0, 1.0))[0])
-                        factors[compute, kind] = (slower, 1.0)
+                        factors[compute, kind] = (slower, self.transfer_factor)
         return Contention(factors=factors, links=links)

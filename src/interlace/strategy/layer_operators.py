@@ -50,6 +50,9 @@ class LayerOperators:
     links: JobLinks
     bucket_bytes: float
     """Largest collective of data-parallel ranks."""
+    gathers_again: bool = False
+    """Keep of what is gathered along the sequence only a rank's own part, and gather it again in
+    the backward, beside the matmul for the gradient of the input (arXiv 2205.05198, 4.2.2)."""
 
     @property
     def device(self) -> DeviceRates:
@@ -142,10 +145,10 @@ class LayerOperators:
         layout, job = self.links.layout, self.job
         if layout.reduce == "step" or layout.shards == 1:
             return ()
-        own = 4.0 * job.shared_parameters / job.tensor
+        own = float(job.gradient_bytes) * job.shared_parameters / job.tensor
         found = [(SHARD, self.shared_s(Kind.REDUCE_SCATTER, own), own)]
         if layout.expert_shards > 1 and job.experts is not None:
-            own = 4.0 * job.expert_parameters / job.tensor
+            own = float(job.gradient_bytes) * job.expert_parameters / job.tensor
             seconds = self.shared_s(Kind.REDUCE_SCATTER, own, EXPERT_SHARD)
             found.append((EXPERT_SHARD, seconds, own))
         return tuple(found)
@@ -259,10 +262,16 @@ class LayerOperators:
         def matmul(name: str, *sources: str) -> str:
             return graph.add(f"{name}' {layer}", Kind.MATMUL, s[f"{name}'"], sources)
 
-        def slope(name: str, source: str) -> None:
+        def slope(name: str, *sources: str) -> None:
             if weights:
                 seconds = s[f"{name} weight"]
-                sums.append(graph.add(f"{name} weight {layer}", Kind.MATMUL, seconds, (source,)))
+                sums.append(graph.add(f"{name} weight {layer}", Kind.MATMUL, seconds, sources))
+
+        def gathered_again(name: str, source: str) -> str:
+            if not (weights and self.gathers_again):
+                return ""
+            name = f"gather {name} again {layer}"
+            return graph.add(name, Kind.ALL_GATHER, gather, (source,), lane=TENSOR, moved=size)
 
         for block in ("ffn", "attention"):
             source = last = graph.add(
@@ -270,7 +279,7 @@ class LayerOperators:
                 moved=size,
             )  # fmt: skip
             late: list[tuple[str, str]] = []
-            first = ""
+            first = again = ""
             if block == "ffn" and self.experts is not None:
                 begun = len(graph.operators)
                 last, late = experts_back(graph, self.experts, s, f"{layer}", (last, *ready))
@@ -281,6 +290,7 @@ class LayerOperators:
                 last = graph.add(
                     f"activation' {layer}", Kind.ELEMENTWISE, s["activation'"], (last,)
                 )
+                again = gathered_again("up", last)
                 late, last = [("up", last)], matmul("up", last)
             else:
                 if recompute == "attention" and not self._rings:
@@ -291,6 +301,7 @@ class LayerOperators:
                 slope("output", source)
                 come = attention_back(graph, self.context, s["attention'"], f"{layer}", last)
                 last = graph.add(f"turned' {layer}", Kind.ELEMENTWISE, s["turned'"], come)
+                again = gathered_again("projections", last)
                 late, last = [("projections", last)], matmul("projections", last)
             if block == "ffn" and recompute != "layer":
                 starts.append(first)
@@ -299,7 +310,7 @@ class LayerOperators:
                 moved=size,
             )  # fmt: skip
             for name, given in late:
-                slope(name, given)
+                slope(name, given, again)
             last = graph.add(
                 f"{block} norm' {layer}", Kind.ELEMENTWISE, s[f"{block} norm'"], (last,)
             )

@@ -13,7 +13,7 @@ from interlace.ir.actions import Direction, Share, Slot
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph
 from interlace.ir.timeline import Timeline
-from interlace.search.planner import plan_phase
+from interlace.search.planner import Search, plan_phase
 from interlace.search.problem import Problem
 from interlace.sim.lanes import simulate
 from interlace.strategy.layer_operators import LayerOperators
@@ -66,6 +66,10 @@ class PassTimes:
     operators: LayerOperators
     side_by_side: bool = True
     """Whether two passes of an action run interleaved, or one after the other."""
+    search: str | Search = "merge"
+    """What finds their order."""
+    barrier_ns: int = 0
+    """What the host takes behind each barrier, if that search sets some."""
     _found: dict[tuple[_Pass, ...], PassCost] = field(default_factory=dict)
     _timelines: dict[tuple[_Pass, ...], Timeline] = field(default_factory=dict)
 
@@ -144,8 +148,15 @@ class PassTimes:
             return simulate(graph, graph.order, timed.solo_ns, contention=contention)
         graph = _beside(graphs)
         solo = {f"{n}.{op}": ns for n, timed in graphs.items() for op, ns in timed.solo_ns.items()}
-        order = plan_phase(Problem(graph, solo, contention=contention), "merge")
-        return simulate(graph, order.order, solo, contention=contention, barriers=order.barriers)
+        order = plan_phase(Problem(graph, solo, contention=contention), self.search)
+        return simulate(
+            graph,
+            order.order,
+            solo,
+            contention=contention,
+            barriers=order.barriers,
+            barrier_ns=self.barrier_ns,
+        )
 
 
 def _beside(graphs: Mapping[str, TimedGraph]) -> OpGraph:

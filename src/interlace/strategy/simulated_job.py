@@ -125,6 +125,8 @@ class JobParts:
     job: StepJob
     links: JobLinks
     times: PassTimes
+    waits_for_messages: bool = False
+    """Stages send and receive behind each action, and compute nothing meanwhile."""
 
 
 def parts_of(
@@ -222,6 +224,9 @@ def _pipeline_costs(
         chunks=found,
         pairs_ns={name: round(cost.ns) for name, cost in costs.items() if "+" in name},
         messages_ns=dict.fromkeys(chain(len(found)), hop),
+        between_ns={name: hop * (1 + name.count("+")) for name in costs}
+        if parts.waits_for_messages
+        else {},
     )
 
 

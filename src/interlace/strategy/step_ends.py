@@ -1,8 +1,9 @@
 """What a rank does once a step, around its actions: gathers and reductions, and the optimizer.
 
 On one stage, sums of gradients are reduced under the last backward, layer by layer as they are
-ready, and with ZeRO-1 the weights gathered under the first forward. A stage of a pipeline reduces
-when its actions are over, and gathers behind the optimizer. Experts do the same with the ranks that
+ready, and with ZeRO-1 the weights gathered under the first forward. A stage of a pipeline, and a
+program that hides neither (`StepJob.overlap_gradients`), reduces when its actions are over, and
+gathers behind the optimizer. Experts do the same with the ranks that
 hold the same ones, one after the other with the rest.
 """
 
@@ -91,17 +92,17 @@ def ends_of(
         if shards > 1 and layout.zero == 1:
             gathers.append((lanes[0], operators.shared_s(Kind.ALL_GATHER, 2.0 * size, lanes[0])))
         if shards > 1 and layout.reduce == "step":
-            seconds = operators.shared_s(Kind.REDUCE_SCATTER, 4.0 * size, lanes[0])
+            seconds = operators.shared_s(Kind.REDUCE_SCATTER, job.gradient_bytes * size, lanes[0])
             reductions.append((lanes[0], Kind.REDUCE_SCATTER, seconds))
         # Whole weights are summed over both axes, cut ones over replicas.
         for lane in lanes if shards == 1 else lanes[1:]:
-            seconds = operators.shared_s(Kind.ALL_REDUCE, 4.0 * size / shards, lane)
+            seconds = operators.shared_s(Kind.ALL_REDUCE, job.gradient_bytes * size / shards, lane)
             reductions.append((lane, Kind.ALL_REDUCE, seconds))
     gathers = [each for each in gathers if each[-1] > 0]
     reductions = [each for each in reductions if each[-1] > 0]
     gather_s, reduce_s = sum(s for _, s in gathers), sum(s for *_, s in reductions)
     gather_exposed, reduce_exposed = gather_s, reduce_s
-    if layout.pipeline == 1:
+    if job.overlap_gradients:
         whole = ChunkShape(job.layers, True)
         forward = times.of_passes(((Direction.FORWARD, Share.WHOLE, whole),)).ns / 1e9
         backward = times.of_passes(((Direction.BACKWARD, Share.WHOLE, whole),)).ns / 1e9
@@ -110,7 +111,7 @@ def ends_of(
     return StepEnds(
         gathers=tuple(gathers),
         gather_exposed_s=gather_exposed,
-        gather_first=layout.pipeline == 1,
+        gather_first=job.overlap_gradients,
         reductions=tuple(reductions),
         reduce_exposed_s=reduce_exposed,
         optimizer_s=OPTIMIZER_BYTES * updated / operators.device.bytes_per_s,
