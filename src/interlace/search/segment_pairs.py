@@ -45,12 +45,12 @@ class Blocks:
 
 
 def order_segment_pairs(
-    problem: Problem, *, beside: bool = False, barrier_ns: int = 0
+    problem: Problem, *, beside: bool = False, barrier_ns: int = 0, cuts: Sequence[int] = CUTS
 ) -> Blocks:
-    """The best pairing over the segmentations in `CUTS`, if a barrier takes so long by itself."""
+    """The best pairing over the segmentations in `cuts`, if a barrier takes so long by itself."""
     found = [
         pair_segments(problem, *segments(problem, parts, beside=beside), barrier_ns)
-        for parts in CUTS
+        for parts in cuts
     ]
     return min(found, key=lambda blocks: blocks.length_ns)
 

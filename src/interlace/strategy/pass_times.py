@@ -66,8 +66,8 @@ class PassTimes:
     operators: LayerOperators
     side_by_side: bool = True
     """Whether two passes of an action run interleaved, or one after the other."""
-    search: str | Search = "merge"
-    """What finds their order."""
+    searches: tuple[str | Search, ...] = ("merge",)
+    """What finds their order; of several that with the shortest simulation."""
     barrier_ns: int = 0
     """What the host takes behind each barrier, if that search sets some."""
     _found: dict[tuple[_Pass, ...], PassCost] = field(default_factory=dict)
@@ -148,15 +148,20 @@ class PassTimes:
             return simulate(graph, graph.order, timed.solo_ns, contention=contention)
         graph = _beside(graphs)
         solo = {f"{n}.{op}": ns for n, timed in graphs.items() for op, ns in timed.solo_ns.items()}
-        order = plan_phase(Problem(graph, solo, contention=contention), self.search)
-        return simulate(
-            graph,
-            order.order,
-            solo,
-            contention=contention,
-            barriers=order.barriers,
-            barrier_ns=self.barrier_ns,
-        )
+        problem = Problem(graph, solo, contention=contention)
+        orders = [plan_phase(problem, search) for search in self.searches]
+        timelines = [
+            simulate(
+                graph,
+                each.order,
+                solo,
+                contention=contention,
+                barriers=each.barriers,
+                barrier_ns=self.barrier_ns,
+            )
+            for each in orders
+        ]
+        return min(timelines, key=lambda timeline: timeline.length_ns)
 
 
 def _beside(graphs: Mapping[str, TimedGraph]) -> OpGraph:
