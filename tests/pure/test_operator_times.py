@@ -199,11 +199,26 @@ def test_a_host_of_two_boards_is_as_fast_as_what_joins_them() -> None:
     assert both == pytest.approx(2 * 7 / 8 * 2**30 / (60e9 * 0.77), rel=0.01)
 
 
+def test_a_message_to_the_other_board_shares_what_joins_them() -> None:
+    """With the other devices of its board, which send at once; one within the board does not."""
+    inside = replace(A100.intra_host, island=4, between_gb_per_s=200)
+    boards = replace(A100, intra_host=inside)
+
+    def seconds(cluster: Cluster, stride: int) -> float:
+        return collective_time(cluster, Kind.SEND, 1e9, axis_place(cluster, 2, stride, 64)).seconds
+
+    assert seconds(boards, 2) == seconds(A100, 2)
+    latency = seconds(A100, 4) - 1e9 / A100.intra_host.bytes_per_s
+    assert seconds(boards, 4) - latency == pytest.approx(1e9 / (50e9 * inside.efficiency))
+
+
 def test_an_axis_of_a_mesh_has_a_place() -> None:
     """Neighbours fill a host; ranks a host apart are alone in theirs, among eight senders."""
     assert axis_place(A100, 8, 1, 64) == GroupPlace(ranks=8, hosts=1, local=8, senders=8)
-    assert axis_place(A100, 8, 8, 64) == GroupPlace(ranks=8, hosts=8, local=1, senders=8)
-    assert axis_place(A100, 16, 2, 64) == GroupPlace(ranks=16, hosts=4, local=4, senders=8)
+    apart = GroupPlace(ranks=8, hosts=8, local=1, senders=8, apart=8)
+    assert axis_place(A100, 8, 8, 64) == apart
+    apart = GroupPlace(ranks=16, hosts=4, local=4, senders=8, apart=2)
+    assert axis_place(A100, 16, 2, 64) == apart
     assert collective_time(A100, Kind.ALL_REDUCE, 9, axis_place(A100, 1, 8, 64)).seconds == 0
     with pytest.raises(InputError, match="16 ranks in steps of 8 do not fit in 64"):
         axis_place(A100, 16, 8, 64)

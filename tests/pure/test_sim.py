@@ -182,6 +182,11 @@ def test_a_barrier_waits_for_everything_in_flight() -> None:
         ("g", "wait", "compute", 10, 30),
         ("b", "matmul", "compute", 30, 35),
     ]
+    later = simulate(g, g.order, {"g": 30, "a": 10, "b": 5}, barriers=("a",), barrier_ns=7)
+    assert spans(later)[-2:] == [
+        ("barrier", "wait", "compute", 30, 37),
+        ("b", "matmul", "compute", 37, 42),
+    ]
 
 
 @given(data=st.data(), graphs=pair_graphs())

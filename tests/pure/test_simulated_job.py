@@ -22,8 +22,9 @@ from interlace.ir.timeline import overlaps
 from interlace.model_config import ModelConfig
 from interlace.strategy.chunk_cuts import even_cuts, given_cuts, split_names
 from interlace.strategy.job_layout import layout_of, step_job, with_layout
+from interlace.strategy.pass_times import PassTimes
 from interlace.strategy.rank_memory import kept_bytes, late_bytes, rank_memory, rank_parameters
-from interlace.strategy.simulated_job import simulate_job
+from interlace.strategy.simulated_job import JobParts, parts_of, simulate_job
 
 H100 = load_cluster("h100")
 A100 = load_cluster("a100-80")
@@ -98,6 +99,33 @@ def test_what_replicas_exchange_once_a_step():
     staged = with_parallel(pipeline=4, schedule="1F1B")
     more = simulated(replace(staged, parallel=replace(staged.parallel, data_replicate=4)), A100)
     assert more.exposed_s["dp_replicate"] == more.communication_s["dp_replicate"] > 0
+
+
+def test_what_another_program_may_do():
+    """Sums in 16 bits and in the open, gathers again beside a matmul, messages that block."""
+    config = with_parallel(pipeline=4, tensor=2, data_replicate=4, schedule="1F1B")
+    layout = layout_of(config)
+    parts = parts_of(config, A100, layout)
+    ours = simulate_job(config, A100, layout, parts)
+    job = replace(parts.job, gradient_bytes=2)
+    operators = replace(parts.times.operators, job=job, gathers_again=True)
+    theirs = JobParts(job, parts.links, PassTimes(operators), waits_for_messages=True)
+    found = simulate_job(config, A100, layout, theirs)
+    ratio = found.communication_s["dp_replicate"] / ours.communication_s["dp_replicate"]
+    assert ratio == pytest.approx(0.5, rel=0.1)
+    assert found.communication_s["tp"] == pytest.approx(1.25 * ours.communication_s["tp"], rel=0.01)
+    assert ours.exposed_s["tp"] <= found.exposed_s["tp"] < 1.1 * ours.exposed_s["tp"]
+    waits = replace(parts, waits_for_messages=True)
+    assert simulate_job(config, A100, layout, waits).seconds > ours.seconds
+
+    alone = with_parallel(data_replicate=4, tensor=2)
+    layout = layout_of(alone)
+    parts = parts_of(alone, A100, layout)
+    assert parts.job.overlap_gradients
+    job = replace(parts.job, overlap_gradients=False)
+    operators = replace(parts.times.operators, job=job)
+    found = simulate_job(alone, A100, layout, JobParts(job, parts.links, PassTimes(operators)))
+    assert found.exposed_s["dp_replicate"] == pytest.approx(found.communication_s["dp_replicate"])
 
 
 def test_weights_that_are_gathered_for_each_pass():

@@ -42,14 +42,14 @@ STEP_TOKENS = 4 * 2**20
 that traffic of replicas and stages is small beside that of layers; Llama 2 was trained with so
 many (arXiv 2307.09288)."""
 TRANSFER_FACTOR = 1.25
-"""How many times longer a collective takes beside an operator: the paper says that kernels slow each
-other by 20 to 30 %. Operators are slowed by the multiprocessors that NCCL holds, 5 % on A40, so that
-the overlap effectiveness of a matmul that is longer than its collective is 0.94 (paper: 0.85 to
-0.99)."""
+"""How many times longer a collective takes beside an operator: the paper says that kernels slow
+each other by 20 to 30 %. Operators are slowed by the multiprocessors that NCCL holds, 5 % on A40,
+so that the overlap effectiveness of a matmul that is longer than its collective is 0.94 (paper:
+0.85 to 0.99)."""
 BARRIER_NS = 100_000
-"""Of the host, which waits for the device behind each block and then starts the next from Python. The
-paper has 10 to 20 % of the time of collectives for it; this is 4 to 13 % in its rows on A800 and
-1 to 9 % on A40."""
+"""Of the host, which waits for the device behind each block and then starts the next from Python.
+The paper has 10 to 20 % of the time of collectives for it; this is 8 to 10 % of that in its dense
+rows on A800, and 1 to 7 % on A40."""
 NEAR = 6.0
 """Points within which a factor counts as met."""
 HEADER = (
