@@ -40,6 +40,7 @@ run_files.py  names of the files in the folder of a run, and readers of them
 claims.py     who may write into a directory: one run at a time
 hardware/     descriptions of machines and clusters, and times that follow from them
 text.py       numbers and tables as people read them
+start_progress.py  what a command works on before its first result, as a bar or in lines
 config.py     RunConfig: everything that a run is asked to do
 model_config.py  ModelConfig: the model of a run
 ir/           the shared vocabulary: graphs, plans, costs, timelines as data

@@ -30,6 +30,7 @@ from interlace.schedules.finder import Schedule, sequential
 from interlace.schedules.stage import StageSchedule
 from interlace.search.planner import make_plan
 from interlace.search.problem import MemoryLimits
+from interlace.start_progress import at
 
 Constants = Mapping[tuple[str, str], Tensor]
 """What the graphs' inputs stand for, by (role, target): weights, buffers, gradient sums."""
@@ -71,6 +72,7 @@ class StartUpTimes:
 
     def __call__(self, strands: Strands) -> CostTable:
         """The table of these graphs, the same on all ranks, which see the same cluster file."""
+        at("timing operators and collectives")
         if self.cluster is not None:
             return self.cluster.costs(strands.op_graphs)
         device = self.example[0].device.type
@@ -167,9 +169,11 @@ class Compilation:
 
     def plan(self, strands: Strands, schedule: Schedule, search: str = "") -> Plan:
         """A plan by measured times; `search` is that of the settings if it is not given."""
+        costs = self.costs(strands)
+        at("planning the order")
         return make_plan(
             strands.op_graphs,
-            self.costs(strands),
+            costs,
             search or self._settings.plan.search,
             limits=self._settings.limits,
             schedule=schedule,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -118,6 +119,16 @@ class InterleavedSteps:
         """Micro-batches of the optimizer step that has not run yet."""
         self._left: list[Tensor] = []
         """Losses of micro-batches that Trainer has not asked for yet."""
+
+    def train(self) -> None:
+        """Trainer's loop, which fails behind its first step on a torch that lacks what it calls."""
+        if not hasattr(dist, "set_timeout"):
+            raise InputError(
+                "torchtitan's loop calls torch.distributed.set_timeout behind its first step, and "
+                f"torch {torch.__version__} has none",
+                hint="install torch 2.14 or newer, with or without Interlace",
+            )
+        super().train()  # type: ignore[misc]
 
     def train_step(self, data_iterator: Iterator[tuple[Batch, Tensor]]) -> None:
         """An optimizer step; its micro-batches are kept for the first `forward_backward_step`."""

@@ -153,6 +153,33 @@ class Partly(nn.Module):
         return self.both(torch.tanh(self.frozen(self.both(x))))
 
 
+class Adapted(nn.Module):
+    """A frozen layer and a low-rank update of it in parallel, in the structure of LoRA (PEFT)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.drop = nn.Dropout(0.0)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+        self.scaling = {"default": 8 / rank}
+        self.active = ["default"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base(x)
+        for name in self.active:
+            update = self.lora_B[name](self.lora_A[name](self.drop(x)))
+            result = result + update * self.scaling[name]
+        return result
+
+
+def adapted() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(11, 6).requires_grad_(False), Adapted(nn.Linear(6, 8)), nn.SiLU(),
+        nn.Linear(8, 8).requires_grad_(False), Adapted(nn.Linear(8, 3)),
+    )  # fmt: skip
+
+
 def transposed_weight() -> nn.Module:
     """A weight that lies in memory by columns."""
     linear = nn.Linear(3, 5).double()
@@ -289,6 +316,7 @@ CASES = [
         lambda m, x: torch.zeros_like(x).index_add(0, torch.tensor([1, 1, 0]), x * m.w), w=(4,)),
         numbers(3, 4)),
     Case("frozen, unused, twice", double(Partly), numbers(2, 4)),
+    Case("low-rank adapters", double(adapted), words(2, 5)),
     Case("own gradient", function(lambda m, x: Twice.apply(m.w) * x, w=(3,)), numbers(3)),
     Case("two types", lambda: nn.Sequential(
         nn.Linear(3, 4), Function(lambda m, x: x.double() * m.w, w=torch.randn(4).double())),

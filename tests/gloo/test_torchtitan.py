@@ -92,6 +92,9 @@ def refused(folder: str) -> dict[str, str]:
 
     plain = recipe(folder)
     found["stock"] = _error(lambda: TitanTrainer(plain))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch.distributed, "set_timeout", raising=False)
+        found["loop"] = _error(lambda: TitanTrainer.train(object.__new__(TitanTrainer)))
     found["mixture"] = _error(lambda: interleaved(deepseek_v3_debugmodel()).build())
     tied = interleaved(recipe(folder, "qwen3"))
     tied.parallelism.tensor_parallel_degree = 2
@@ -111,6 +114,7 @@ REFUSED = {
     "offload": "enable_cpu_offload = True",
     "one": "--training.global_batch_size",
     "stock": "spmd_backend",
+    "loop": "torch.distributed.set_timeout behind its first step",
     "mixture": "has experts",
     "tied": "ties its embedding to its head",
     "matmuls": "communicates inside of its matmuls",

@@ -161,6 +161,42 @@ def test_state_that_a_forward_changes_is_refused() -> None:
     assert "forward changes Python state: stages.0.1" in text
 
 
+class Window(Part):
+    """Sets the same at every call after the first one, as Swin does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls != 3:
+            self.calls = 8
+        self.calls = min(len(x), 3)
+        return self.linear(x) * self.calls
+
+
+def test_state_that_stays_as_it_was_is_no_change() -> None:
+    """Once a forward has set it. A value that is put back in the same forward is no change either,
+    and the graph has the one that was read."""
+    model, x = Outer(Window()), torch.randn(4, 8)
+    with pytest.raises(
+        InputError, match=r"Python state: stages\.0\.1(.|\n)*call forward once before"
+    ):
+        trace_chunk(model, (x,), watch=True)
+    model(x)
+    graphs = trace_chunk(model, (x,), watch=True)
+    factors = [node.args[1] for node in graphs.forward.graph.nodes if node.name.startswith("mul")]
+    assert factors == [3]
+
+
+class MarksItsInput(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(x).requires_grad_())
+
+
+def test_what_reentrant_checkpoints_need_is_told_apart() -> None:
+    """PEFT and transformers hang it on embeddings, where it says no line of the user's."""
+    text = refusal(MarksItsInput)
+    assert "requires_grad_()" in text
+    assert "call disable_input_require_grads()" in text
+
+
 class OwnSettings:
     """Settings of somebody's own, which are no configuration of transformers."""
 

@@ -143,6 +143,11 @@ def test_comparison_lines_say_what_was_measured_and_what_not() -> None:
     assert "losses identical: not compared" in text
     assert "hidden fraction: not recorded" in text
     assert "speed-up" not in text
+    for mode in comparison["modes"].values():
+        mode["communication_ms"] = 0.0
+    lines = comparison_lines(comparison)
+    assert "hidden fraction: nothing to hide, a step has no communication" in lines
+    assert not any("%" in line for line in lines)
 
 
 def test_bench_table_aligns_rows() -> None:

@@ -23,6 +23,15 @@ def capture_settings() -> dict[str, Any]:
     }
 
 
+def changes_nothing(item: object, name: str, value: object) -> bool:
+    """Whether this value is set where it is already: a whole number, a word, a flag or None, as
+    forwards that set the same at every call do after their first one (the windows of Swin)."""
+    if value is not None and not isinstance(value, (bool, int, str)):
+        return False
+    before = vars(item).get(name, vars) if hasattr(item, "__dict__") else vars
+    return type(before) is type(value) and before == value
+
+
 def _logging_functions() -> set[Callable[..., Any]]:
     """The methods of loggers that write, those that libraries have added to do so once
     (`warning_once` of transformers) among them, and `warnings.warn`. They give nothing back, so no

@@ -6,15 +6,13 @@ docs/new-torch.md says with which versions of torch it was tested.
     _dynamo.functional_export.fullgraph_capture, _dynamo.convert_frame.get_traced_fn,
     _dynamo.hooks.Hooks, _dynamo.guards.profile_guard_manager
                                              the guards of a capture: what the forward read
-    _dynamo.side_effects.SideEffects.store_attr                 what the forward would set
+    _dynamo.side_effects.SideEffects.store_attr, .store_attr_mutations    what a forward would set
     nn.Module._*_hooks, nn.modules.module._global_*_hooks, Tensor._backward_hooks,
     Tensor._post_accumulate_grad_hooks, DTensor._local_tensor, DTensor._spec      seeing changes
-    _dynamo.utils._get_dynamo_config_for_logging, _subclasses.fake_tensor.fake_tensor_tls
-                                             what 2.11 does otherwise than later versions
+    _dynamo.utils._get_dynamo_config_for_logging, _subclasses.fake_tensor.fake_tensor_tls    of 2.11
     _dynamo.config: automatic_dynamic_shapes, allow_rnn, ignore_logger_methods   how it captures
     _functorch.aot_autograd.aot_export_joint_with_descriptors   forward and backward in one graph
-    _functorch.partitioners.min_cut_rematerialization_partition, _functorch.config
-                                                                what to keep within a budget
+    _functorch.partitioners.min_cut_rematerialization_partition, _functorch.config   memory budgets
     _functorch._aot_autograd.descriptors                        what each input and output is
     distributed.distributed_c10d._set_pg_timeout   how long a group that exists waits (before 2.14)
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
@@ -68,7 +66,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from interlace.graphs.capture_settings import capture_settings
+from interlace.graphs.capture_settings import capture_settings, changes_nothing
 from interlace.graphs.joint import GradientOf, InputOf, Joint, set_input
 
 __all__ = [
@@ -108,8 +106,8 @@ class Forward:
     reads: "Reads | None"
     """What it read of Python, if that was asked for."""
     notes: tuple[tuple[Any, str, Any], ...] = ()
-    """Constants that it would have set: the object, the attribute's name, the value. A capture sets
-    none. Empty if `reads` was not asked for."""
+    """Constants that it would have changed: the object, the attribute's name, the value. A capture
+    sets none. Empty if `reads` was not asked for."""
 
 
 def capture_forward(
@@ -130,7 +128,10 @@ def capture_forward(
 
     def noted(self: Any, item: Any, name: str, value: Any, *kind: Any, **named: Any) -> Any:
         if item.source is not None and hasattr(item, "value") and value.is_python_constant():
-            notes.append((item.value, name, value.as_python_constant()))
+            note = item.value, name, value.as_python_constant()
+            if changes_nothing(*note) and name not in self.store_attr_mutations.get(item, ()):
+                return None
+            notes.append(note)
         return store_attr(self, item, name, value, *kind, **named)
 
     with ExitStack() as stack:

@@ -74,6 +74,18 @@ _HINTS = (
         ("get_rng_state", "set_rng_state"),
         "leave it to torch.utils.checkpoint.checkpoint, which is traced",
     ),
+    (
+        ("requires_grad_()", "Tensor.requires_grad"),
+        "leave it out: only reentrant checkpoints need it. Models of transformers and PEFT do so "
+        "after enable_input_require_grads() or gradient_checkpointing_enable(): call "
+        "disable_input_require_grads(); those of sound in a feature encoder that is not frozen: "
+        "call freeze_feature_encoder()",
+    ),
+    (
+        ("maybe_install_capturing_hooks",),
+        "run the model once before compile_step, under torch.no_grad(): it installs them at its "
+        "first call, and then no more",
+    ),
     (("builtin", "logging"), "move printing, and looking up loggers, out of forward"),
 )
 """What to do, by words of torch's message, or names of functions in which it failed."""
@@ -81,6 +93,8 @@ _REASONS = (
     ("distribute_tensor", "distribute_tensor in forward sends a tensor from one rank to others"),
     ("Random.", "forward draws from Python's random module"),
     ("get_rng_state", "forward reads the state of torch's random numbers"),
+    ("requires_grad_()", "forward calls requires_grad_() on what it has computed"),
+    ("maybe_install_capturing_hooks", "forward installs hooks, which keep hidden states"),
     ("set_runtime_stats_and_log", "loss_fn calls DistributedDataParallel"),
 )
 """What went wrong, by the same words, where torch's message says something else."""

@@ -11,8 +11,8 @@ from interlace.ir.timeline import WAIT, Timeline
 from interlace.report.plan_figures import Comparison, Figures, PlanFigures
 from interlace.text import aligned, milliseconds, number, percent, size
 
-_HEADER = ("predicted ms", "exposed ms", "hidden", "over bound", "peak memory")
-"""Columns of predictions, as `_cells` fills them."""
+_HEADER = ("ms", "exposed ms", "hidden", "over bound", "memory")
+"""Columns of predictions, as `_cells` fills them. Short: all tables are to fit 80 columns."""
 
 
 def plan_summary(comparison: Comparison) -> str:
@@ -41,7 +41,7 @@ def step_table(comparison: Comparison) -> str:
         extra = _signed_percent(comparison.extra_memory(name))
         gain = f"{number(comparison.speed_up(name))}x"
         rows.append((_marked(name, comparison), *_cells(figures.step), extra, gain))
-    return aligned(("search", *_HEADER, "extra", "speed-up"), rows, text_columns=1)
+    return aligned(("search", *_HEADER, "extra", "gain"), rows, text_columns=1)
 
 
 def steady_table(comparison: Comparison) -> str:

@@ -126,8 +126,7 @@ def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
     difference = comparison.get("max_relative_difference_to_eager")
     if difference is not None:
         lines.append(f"largest relative difference of a loss to eager: {difference:.1e}")
-    hidden = modes.get("2", {}).get("hidden_fraction")
-    lines.append(f"hidden fraction: {percent(hidden) if hidden is not None else 'not recorded'}")
+    lines.append(f"hidden fraction: {_hidden(modes.get('2', {})) or 'not recorded'}")
     for key, name in (
         ("speedup_vs_eager", "PyTorch eager"),
         ("speedup_vs_one_strand", "one strand"),
@@ -150,15 +149,28 @@ def comparison_rows(comparison: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _step_time_cells(name: str, mode: Mapping[str, Any]) -> tuple[str, ...]:
-    times, hidden, exposed = mode["step_ms"], mode.get("hidden_fraction"), mode.get("exposed_ms")
+    times, exposed = mode["step_ms"], mode.get("exposed_ms")
     return (
         MODE_NAMES.get(name, name),
         number(median(times)),
         f"{number(min(times))} to {number(max(times))}",
         number(median(mode["cpu_ms"])) if mode.get("cpu_ms") else "-",
         _optional(exposed),
-        "-" if hidden is None else percent(hidden),
+        "-" if _sends_nothing(mode) else _hidden(mode) or "-",
     )
+
+
+def _hidden(mode: Mapping[str, Any]) -> str:
+    """The hidden fraction of a way to run, empty if it was not recorded."""
+    if _sends_nothing(mode):
+        return "nothing to hide, a step has no communication"
+    hidden = mode.get("hidden_fraction")
+    return "" if hidden is None else percent(hidden)
+
+
+def _sends_nothing(mode: Mapping[str, Any]) -> bool:
+    """Whether a recorded step had no communication, as on one rank."""
+    return mode.get("communication_ms") == 0
 
 
 def _identity_line(comparison: Mapping[str, Any]) -> str:

@@ -41,6 +41,7 @@ from interlace.runtime.stage_meshes import StageMeshes
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import Schedule, find
 from interlace.schedules.stage import StageSchedule
+from interlace.start_progress import at
 from interlace.step import Draws, Step
 from interlace.train.built_model import build_module, vocabulary
 from interlace.train.fully_sharded import FullyShardedRunner, sharded_twin
@@ -59,6 +60,8 @@ from interlace.train.weights import MasterWeights
 _WAIT_S = 1800.0
 """Seconds that a rank of a pipeline waits for a message: those of gloo's groups in PyTorch. Ranks
 that die or stall are found by the watchdog, long before."""
+STAGES = 5
+"""Of a start, as a bar counts them: data, model, trace, times, plan."""
 SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
 """By number of strands."""
 
@@ -101,6 +104,7 @@ def _open(job: RankJob) -> tuple[Setup, nn.Module | None]:
     # Again, where the process group is not that of `ranks.process_group`.
     device = claim_device(deterministic=config.train.deterministic)
     check_device(device, deterministic=config.train.deterministic)
+    at("reading the data")
     dataset = open_dataset(
         config.data,
         seed=config.train.seed,
@@ -108,6 +112,7 @@ def _open(job: RankJob) -> tuple[Setup, nn.Module | None]:
         divisor=job.vocabulary_divisor,
         vocab_size=config.model.vocab_size,
     )
+    at("building the model")
     meshes = build_meshes(config.parallel, device.type, job.layouts)
     limit_waits(meshes.groups)
     vocab_size = vocabulary(config, dataset.vocab_size)
@@ -142,6 +147,7 @@ def _trace(
     setup: Setup, schedule: Schedule, *, plain: bool = False, eager: StepRunner | None = None
 ) -> tuple[Compilation, Constants]:
     """The graphs among which the run chooses, and what stands for their inputs."""
+    at("tracing the model")
     config, data, weights = setup.config, setup.weights.data, setup.weights
     example = setup.move(next(setup.batches()))
     gathered = gathered_in_stage(config.parallel, weights.module, setup.meshes)

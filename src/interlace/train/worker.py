@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch.distributed as dist
 
@@ -12,8 +13,9 @@ from interlace.errors import InputError
 from interlace.ranks.attempt import leave
 from interlace.ranks.process_group import process_group
 from interlace.ranks.signals import StopFlag
+from interlace.start_progress import shown
 from interlace.train.loop import Trainer
-from interlace.train.opening import open_session
+from interlace.train.opening import STAGES, open_session
 from interlace.train.rank_job import job_of_rank
 from interlace.train.same_run import check_built, check_software
 
@@ -62,8 +64,9 @@ def _train(config: RunConfig, stop: StopFlag) -> int:
         if claims.finished:
             _say_finished(config.output.directory, claims.finished)
             return 0
-        session = open_session(job)
-        check_built(session)
+        with shown(STAGES) if job.rank == 0 else nullcontext():
+            session = open_session(job)
+            check_built(session)
         Trainer(session, claims).run(stop)
     return 0
 
