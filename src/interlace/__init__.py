@@ -48,6 +48,7 @@ own_code.py   a user's own code by its name, `module:name`
 toml_text.py  TOML files that people write, with errors that name the line
 old_words.py  what words of earlier run files and plans are called now
 errors.py     the errors that a user can meet, and their exit codes
+garbage.py    Python's search for garbage, put off while something makes millions of objects
 presets/      shipped run files, models and clusters
 """
 

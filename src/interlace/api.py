@@ -27,7 +27,7 @@ from interlace.compiled import (
 from interlace.config import LinkConfig, OverlapConfig, ParallelConfig, PlanConfig
 from interlace.decompose.rewrite.apply import Decompose
 from interlace.errors import InputError
-from interlace.graphs.capture_settings import no_collections
+from interlace.garbage import no_collections
 from interlace.graphs.fsdp_private import FullyShardedModule
 from interlace.graphs.wide_sums import wide_sums
 from interlace.hardware.cluster_costs import ClusterMachine

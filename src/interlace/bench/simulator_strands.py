@@ -15,6 +15,7 @@ segments between barriers, and runs the work of a strand beside its own collecti
 """
 
 import csv
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -243,7 +244,9 @@ def _parts(
     return JobParts(job, links, times, waits_for_messages=True)
 
 
-def _blocks(cuts: int, problem: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _blocks(
+    cuts: int, problem: Problem, _: Sequence[Sequence[str]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     blocks = order_segment_pairs(problem, beside=True, barrier_ns=BARRIER_NS, cuts=(cuts,))
     return blocks.order, blocks.barriers
 

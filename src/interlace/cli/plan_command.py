@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from interlace.cli.options import RunFile, RunOptions, Verbose
 from interlace.config import RunConfig
 from interlace.errors import InputError
+from interlace.garbage import no_collections
 
 
 def plan(
@@ -70,12 +71,13 @@ def plan(
             output=output, json=json,
         )  # fmt: skip
     _refuse_load(expert_load)
-    from interlace.train.planning import plan_command  # noqa: PLC0415  imports torch
+    with no_collections():
+        from interlace.train.planning import plan_command  # noqa: PLC0415  imports torch
 
-    return plan_command(
-        config, output, cluster=cluster, cost=cost, interpolate=interpolate, json=json,
-        picture=picture, every_search=compare_searches,
-    )  # fmt: skip
+        return plan_command(
+            config, output, cluster=cluster, cost=cost, interpolate=interpolate, json=json,
+            picture=picture, every_search=compare_searches,
+        )  # fmt: skip
 
 
 def _refuse_load(expert_load: float) -> None:

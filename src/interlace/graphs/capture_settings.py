@@ -1,6 +1,5 @@
 """How a forward is captured: sizes as numbers, logs left out, recurrent layers step by step."""
 
-import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,22 +41,6 @@ def _logging_functions() -> set[Callable[..., Any]]:
         if name in _LOGGED or name.endswith("_once")
     ]
     return {*found, warnings.warn}
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Inside, Python does not look for garbage in cycles: a trace makes millions of objects that
-    live on, which the collector would walk again and again. For 80 layers that is a sixth of the
-    time, and what is left lying until the end are 70 MiB; fake tensors have no memory of their own.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @contextmanager

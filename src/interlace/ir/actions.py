@@ -172,6 +172,7 @@ def label_of(operator: str) -> str:
     return operator.rpartition(".")[0]
 
 
+@lru_cache(maxsize=256)
 def shown(label: str) -> str:
     """What timelines call a strand; a name that is no strand's stays as it is."""
     found = _TEXT.fullmatch(label)

@@ -8,9 +8,11 @@ dependencies (checked), which is also the order of plain sequential execution.
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache, wraps
+from typing import TypeVar
 
 from interlace.errors import InputError
 
@@ -154,6 +156,41 @@ class OpGraph:
 
 def _fields(record: Operator | GraphInput) -> dict[str, object]:
     return {name: getattr(record, name) for name in record.__slots__}
+
+
+T = TypeVar("T")
+_KEPT = 8
+"""Graphs of which something is kept for who asks again; a choice, the phases of two steps."""
+
+
+class SameGraph:
+    """A graph as the key of a cache, equal to itself alone: to compare two of a deep model by what
+    they hold takes about as long as to make what is cached."""
+
+    __slots__ = ("graph",)
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameGraph) and other.graph is self.graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+
+def once_a_graph(make: Callable[[OpGraph], T]) -> Callable[[OpGraph], T]:
+    """Keeps what `make` gives for the last graphs. Nobody may change it."""
+
+    @lru_cache(maxsize=_KEPT)
+    def kept(same: SameGraph) -> T:
+        return make(same.graph)
+
+    @wraps(make)
+    def asked(graph: OpGraph) -> T:
+        return kept(SameGraph(graph))
+
+    return asked
 
 
 def merge(name: str, graphs: dict[str, OpGraph]) -> OpGraph:

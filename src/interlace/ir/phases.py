@@ -7,19 +7,28 @@ has them. `head` is the number of operators of `forward` that run one action ahe
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from interlace.errors import InputError
 from interlace.ir.actions import Share, Strand, sorted_labels, strands_of
-from interlace.ir.graph import GraphInput, Operator, OpGraph, merge
+from interlace.ir.graph import GraphInput, Operator, OpGraph, SameGraph, merge
 from interlace.ir.weave import weave
 
 _WHOLE = "pair"
 """The name of a rank's graphs in one; it is part of their digest, so plans and tables of costs
 that were saved stay valid."""
+_KEPT = 8
+"""Graphs of phases that are kept for who asks again; a choice, two steps' phases."""
 
 
 def whole_graph(graphs: Mapping[str, OpGraph]) -> OpGraph:
     """All strands of a rank in one graph; its digest names what a plan or a cost table is for."""
+    return _whole_graph(tuple((name, SameGraph(each)) for name, each in graphs.items()))
+
+
+@lru_cache(maxsize=_KEPT)
+def _whole_graph(named: tuple[tuple[str, SameGraph], ...]) -> OpGraph:
+    graphs = {name: each.graph for name, each in named}
     return merge(_WHOLE, {name: graphs[name] for name in sorted_labels(graphs)})
 
 
@@ -27,6 +36,14 @@ def phase_graph(phase: str, graphs: Mapping[str, OpGraph], head: int) -> OpGraph
     """The graph of a phase. Ids are `strand.name`, or plain names where a strand is alone.
 
     Raises InputError if the phase needs a strand that this rank has not."""
+    return _phase_graph(
+        phase, tuple((name, SameGraph(each)) for name, each in graphs.items()), head
+    )
+
+
+@lru_cache(maxsize=_KEPT)
+def _phase_graph(phase: str, named: tuple[tuple[str, SameGraph], ...], head: int) -> OpGraph:
+    graphs = {name: each.graph for name, each in named}
     strands = strands_of(phase)
     found = {each.label: _share(phase, each, graphs, head) for each in strands}
     if len(found) == 1:

@@ -24,10 +24,17 @@ WHOLE: tuple[Placement, ...] = (Replicate(),)
 """Placements of a tensor that every rank of a one-dimensional mesh holds whole."""
 
 
+def stored(tensor: Tensor) -> Tensor:
+    """This rank's part as it is, without an operator of autograd: to look at, not to change."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return tensor.to_local()
+    return tensor
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, detached; shares memory with `tensor`."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return stored(tensor).detach()
 
 
 def lay_out(

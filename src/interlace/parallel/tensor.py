@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from interlace.errors import InputError, nearest
+from interlace.parallel.local_parts import stored
 from interlace.parallel.tensor_layers import (
     SEQUENCE_DIM,
     BiasedRow,
@@ -102,11 +103,32 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, st
                 setattr(owner, child, replacement)
             else:
                 style = styles[_AS_PYTORCH.get(role, role)]
+                _cut(module, mesh, style)
                 parallelize_module(module, mesh, style, src_data_rank=None)
     _own_storage(model)
     for first, second in tied:
         owner, _, attribute = second.rpartition(".")
         setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+
+
+def _cut(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    """Cut the weights of a linear layer as `style` is about to, which would make a tensor for every
+    rank and keep one: on 64 ranks a quarter of the time that a model takes to trace."""
+    dim = 0 if isinstance(style, ColwiseParallel) else 1
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel)) or type(module) is not nn.Linear:
+        return
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if dim >= parameter.ndim or parameter.shape[dim] % mesh.size():
+            continue
+        size = parameter.shape[dim] // mesh.size()
+        with torch.no_grad():
+            part = parameter.narrow(dim, mesh.get_local_rank() * size, size)
+            part = part.clone(memory_format=torch.contiguous_format)
+        whole = DTensor.from_local(
+            part, mesh, [Shard(dim)],
+            run_check=False, shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+        setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
 def _planned(names: Sequence[str], pattern: str, role: str, roles: Iterable[str]) -> list[str]:
@@ -173,11 +195,11 @@ def _own_storage(model: nn.Module) -> None:
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):
                 continue
-            part = parameter.to_local().detach()
+            part = stored(parameter)
             if part.untyped_storage().nbytes() == part.numel() * part.element_size():
                 continue
             whole = DTensor.from_local(
-                part.clone(), parameter.device_mesh, parameter.placements,
+                part.detach().clone(), parameter.device_mesh, parameter.placements,
                 run_check=False, shape=parameter.shape, stride=parameter.stride(),
             )  # fmt: skip
             setattr(owner, name, nn.Parameter(whole))

@@ -155,7 +155,7 @@ def plan_figures(
         peak = peak_bytes(graph, phase.order)
         phases[name] = _figures(timelines[name], lower_bound_ns(problem), peak)
     peak = step_peak_bytes(plan, strands, micro_batches=micro_batches)
-    step = simulate_step(plan, strands, costs, micro_batches)
+    step = simulate_step(plan, strands, costs, micro_batches, brief=True)
     bound = step_bound_ns(strands, costs, micro_batches)
     return PlanFigures(
         plan=plan,

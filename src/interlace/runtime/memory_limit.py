@@ -7,7 +7,7 @@ from torch import nn
 
 from interlace.config import Dtype, ParallelConfig, PlanConfig
 from interlace.parallel.data import DataLayout, shards_of, split_weights
-from interlace.parallel.local_parts import local
+from interlace.parallel.local_parts import stored
 from interlace.search.problem import MemoryLimits
 
 MIB = 2**20
@@ -27,7 +27,7 @@ def constant_bytes(
     if held is not None and shards_of(parallel) > 1:
         return _of_cut_stage(parallel, module, held, masters_are_apart=separate)
     named = module.named_parameters()
-    parts = [local(each) for name, each in named if held is None or name in held]
+    parts = [stored(each) for name, each in named if held is None or name in held]
     item = parts[0].element_size() if parts else 0  # a stage may have none
     elements = sum(part.numel() for part in parts)
     buckets = data.buckets if data is not None else ()

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Placement
 from interlace.decompose.listing import Listing, with_others
 from interlace.decompose.rewrite.apply import Decompose, decompose_chunk
 from interlace.errors import InputError
+from interlace.garbage import no_collections
 from interlace.graphs.accumulate import accumulate_gradients
-from interlace.graphs.capture_settings import no_collections
 from interlace.graphs.collectives import is_collective
 from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
 from interlace.graphs.dropout import fix_dropout, takes_seeds

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from interlace.ir.actions import Share, label_of, strand
-from interlace.ir.graph import Operator, OpGraph
+from interlace.ir.graph import Operator, OpGraph, once_a_graph
 from interlace.search.problem import Problem
 
 
@@ -63,6 +63,7 @@ def _is_head(label: str) -> bool:
     return bool(label) and strand(label).share == Share.HEAD
 
 
+@once_a_graph
 def jobs(graph: OpGraph) -> dict[str, list[Operator]]:
     """The operators of each job in graph order, those for a later micro-batch behind the others.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from interlace.ir.actions import Action, Direction, strands_of
-from interlace.ir.graph import OpGraph
+from interlace.ir.graph import OpGraph, once_a_graph
 from interlace.ir.phases import phase_graph
 from interlace.ir.plan import Plan
 from interlace.schedules.finder import MOST, Schedule, find
@@ -53,6 +53,12 @@ class Liveness:
             if self.collectives[i] and self.users[i]:
                 for read in own:
                     self.pending[read] += 1
+
+
+@once_a_graph
+def liveness(graph: OpGraph) -> Liveness:
+    """The same for who asks again."""
+    return Liveness(graph)
 
 
 class Alive:
@@ -117,7 +123,7 @@ def peak_of(values: Liveness, order: Iterable[int]) -> int:
 
 def peak_bytes(graph: OpGraph, order: Sequence[str]) -> int:
     """Largest number of bytes alive at any moment of `order`."""
-    values = Liveness(graph)
+    values = liveness(graph)
     return peak_of(values, [values.number[name] for name in order])
 
 

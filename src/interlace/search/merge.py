@@ -19,8 +19,8 @@ from interlace.search.bounds import lower_bound_ns
 from interlace.search.chains import split
 from interlace.search.evaluator import Evaluator
 from interlace.search.job_memory import Room
-from interlace.search.list_scheduling import list_orders
-from interlace.search.memory import Liveness, peak_of
+from interlace.search.list_scheduling import order_list
+from interlace.search.memory import Liveness, liveness, peak_of
 from interlace.search.merge_chains import merge_chains
 from interlace.search.optimal import order_optimal
 from interlace.search.polish import lower_peak, polish
@@ -52,21 +52,24 @@ PER_OPERATOR = 1_200
 SLACKS = (1.01, 1.02, 1.04, 1.08)
 """How many times as long as the shortest an order may get to need less memory; a choice, the least
 first."""
+PARTS = 16
+"""Parts of the budget of more than `MANY` operators after each of which a search goes on only if
+its pace promises something. A choice; of 80 layers, all but the first part gave nothing."""
 PEAK_SHARE = 0.25
 """Part of the budget that is spent on a lower peak; a choice."""
 
 
-def order_merge(problem: Problem) -> tuple[str, ...]:
+def order_merge(problem: Problem, rivals: Sequence[tuple[str, ...]] = ()) -> tuple[str, ...]:
     """The shortest order found that respects the memory bound; if there is none, the one with the
-    lowest peak."""
-    return _Search(problem).run()
+    lowest peak. `rivals` are the orders of `list` and `segment_pairs` if they are known."""
+    return _Search(problem, rivals).run()
 
 
 def order_quick(problem: Problem) -> tuple[str, ...] | None:
     """A good order, found some ten times faster, by a narrower merge alone; None if that finds
     none within the memory bound."""
     world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
-    values = Liveness(problem.graph)
+    values = liveness(problem.graph)
     bound = problem.memory_bytes
     candidates = _merged(problem, world, *NARROW_CUT, values if bound else None)
     candidates.append(list(range(len(world.names))))
@@ -90,11 +93,12 @@ def _merged(
 
 
 class _Search:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, rivals: Sequence[tuple[str, ...]]) -> None:
         self.problem = problem
+        self.rivals = rivals or (order_segment_pairs(problem).order, order_list(problem))
         self.bound = problem.memory_bytes
         self.world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
-        self.values = Liveness(problem.graph)
+        self.values = liveness(problem.graph)
         self.few = len(self.world.names) <= MANY
         self.least = lower_bound_ns(problem)
         self.budget = min(EVALUATIONS, PER_OPERATOR * len(self.world.names))
@@ -118,8 +122,7 @@ class _Search:
         return not self.bound or peak_of(self.values, order) <= self.bound
 
     def _best_candidate(self) -> list[int]:
-        pairing = self.world.numbers(order_segment_pairs(self.problem).order)
-        found = [pairing, *list_orders(self.problem, self.world)]
+        found = [self.world.numbers(order) for order in self.rivals]
         if min(map(self._length, found)) > self.least:
             found += self._merges()
         return min(found, key=self._length)
@@ -138,7 +141,10 @@ class _Search:
 
     def _lowered(self, order: list[int], longest_ns: int) -> list[int]:
         spare = int(PEAK_SHARE * self.budget)
-        return lower_peak(self.world, order, self.values, evaluations=spare, longest_ns=longest_ns)
+        return lower_peak(
+            self.world, order, self.values, evaluations=spare, longest_ns=longest_ns,
+            part=0 if self.few else spare // PARTS,
+        )  # fmt: skip
 
     def _merges(self, values: Liveness | None = None) -> list[list[int]]:
         cuts = CUTS if self.few else CUTS[1:2]
@@ -151,7 +157,10 @@ class _Search:
 
     def _polished(self, order: list[int], bound: int) -> list[int]:
         values = self.values if bound else None
-        return polish(self.world, order, evaluations=self.budget, values=values, bound=bound)
+        return polish(
+            self.world, order, evaluations=self.budget, values=values, bound=bound,
+            part=0 if self.few else self.budget // PARTS,
+        )  # fmt: skip
 
     def _improved(self, order: list[int], bound: int) -> list[int]:
         """An order that fits, made shorter if that is possible, then with a lower peak."""

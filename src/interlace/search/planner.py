@@ -70,25 +70,30 @@ Found = tuple[tuple[str, ...], tuple[str, ...]]
 """(order, operators that a barrier follows)."""
 
 
+Rivals = Sequence[tuple[str, ...]]
+"""Orders that other searches found."""
+
+
 @dataclass(frozen=True, slots=True)
 class Search:
     """A way to find an order."""
 
-    find: Callable[[Problem], Found]
+    find: Callable[[Problem, Rivals], Found]
+    """Is given the orders of all others if it optimises."""
     optimises: bool = False
     """Whether it looks at memory, may run the head of the forward strand one phase ahead, and
     takes the order of another search where that is simulated to be shorter."""
 
 
-def _merge(problem: Problem) -> Found:
-    return order_merge(problem), ()
+def _merge(problem: Problem, rivals: Rivals) -> Found:
+    return order_merge(problem, rivals[::-1]), ()  # of equally long ones the pairing
 
 
-def _list(problem: Problem) -> Found:
+def _list(problem: Problem, _: Rivals) -> Found:
     return order_list(problem), ()
 
 
-def _segment_pairs(problem: Problem) -> Found:
+def _segment_pairs(problem: Problem, _: Rivals) -> Found:
     blocks = order_segment_pairs(problem)
     return blocks.order, blocks.barriers
 
@@ -115,7 +120,7 @@ def find_search(name: str) -> Search:
         )
     order_of = cast("Callable[[Problem], Sequence[str]]", load_function(name, "search"))
 
-    def found(problem: Problem) -> Found:
+    def found(problem: Problem, _: Rivals) -> Found:
         order = tuple(order_of(problem))
         check(order, problem.graph, f"search {name!r}, phase {problem.graph.name!r}")
         return order, ()
@@ -185,7 +190,9 @@ def plan_phase(problem: Problem, search: str | Search) -> PhasePlan:
     chosen = search if isinstance(search, Search) else find_search(present_search(search, "search"))
     quick = _quickened(problem)
     others = [each for each in SEARCHES.values() if chosen.optimises and each != chosen]
-    candidates = [each.find(quick) for each in (chosen, *others)]
+    rivals = [each.find(quick, ()) for each in others]
+    own = chosen.find(quick, [order for order, _ in rivals])
+    candidates = [own, *(() if _leads(problem, own, rivals) else rivals)]
     fitting = [found for found in candidates if _fits(problem, found[0])]
     if not fitting:
         raise _too_large(problem, candidates[0][0])
@@ -193,6 +200,16 @@ def plan_phase(problem: Problem, search: str | Search) -> PhasePlan:
     best = min(range(len(fitting)), key=lambda k: timelines[k].length_ns)
     order, barriers = fitting[best]
     return PhasePlan(order, timelines[best].length_ns, timelines[best].exposed_ns(), barriers)
+
+
+def _leads(problem: Problem, own: Found, rivals: Sequence[Found]) -> bool:
+    """Whether an order without barriers fits and is as short as those of the others, as far as that
+    is known without simulating them: barriers only make an order longer."""
+    order, barriers = own
+    if problem.slowed or barriers or not _fits(problem, order):
+        return False
+    world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
+    return world.length_ns(order) <= min((world.length_ns(o) for o, _ in rivals), default=0)
 
 
 def _fits(problem: Problem, order: tuple[str, ...]) -> bool:

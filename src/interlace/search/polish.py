@@ -20,6 +20,34 @@ PEAK_STEP = 0.01
 """Share by which `lower_peak` asks for less each time; a choice."""
 
 
+WORTH = 0.001
+"""Share by which an order must be about to get shorter for polishing to go on, where it may give
+up; a choice: times vary by more than that from step to step."""
+
+
+class _Pace:
+    """How fast something falls, by parts of the budget."""
+
+    def __init__(self, part: int) -> None:
+        self.part = part
+        """Operators simulated after which to look; 0 for never."""
+        self.begin(0, 0)
+
+    def begin(self, left: int, now: int) -> None:
+        """From here on, with so much budget left."""
+        self.left, self.was = left, now
+
+    def too_slow(self, left: int, now: int, wanted: float) -> bool:
+        """Whether `now` would not fall by `wanted` with what is left, if it fell as in the last
+        part."""
+        spent = self.left - left
+        if not self.part or spent < self.part:
+            return False
+        gained = self.was - now
+        self.begin(left, now)
+        return gained * left < wanted * spent
+
+
 def polish(
     world: Evaluator,
     order: Sequence[int],
@@ -28,11 +56,14 @@ def polish(
     seed: int = 0,
     values: Liveness | None = None,
     bound: int = 0,
+    part: int = 0,
 ) -> list[int]:
     """An order at most as long as `order`; the same one for the same arguments.
 
     With `values` and a memory `bound` in bytes, first the bytes above the bound, summed over
-    positions, are made fewer, at the price of length if need be, and never more again.
+    positions, are made fewer, at the price of length if need be, and never more again. Once it is
+    within the bound, it gives up after `part` evaluations whose pace would not make it shorter by
+    `WORTH`; never if that is 0.
     """
     current = Windowed(world, order)
     memory = WindowedMemory(values, current, bound) if values else None
@@ -42,27 +73,42 @@ def polish(
         return memory.over() if memory and memory.excess else current.waits()
 
     moves = Moves(current, chooser, hot)
-    left = evaluations
+    left, pace = evaluations, _Pace(part)
+    pace.begin(left, current.length)
     while left > 0 and moves.hot:
         left -= _try(current, memory, moves, longest=0)
+        if memory and memory.excess:
+            pace.begin(left, current.length)
+        elif pace.too_slow(left, current.length, WORTH * current.length):
+            break
     return current.order
 
 
 def lower_peak(
-    world: Evaluator, order: Sequence[int], values: Liveness, *, evaluations: int, longest_ns: int
+    world: Evaluator,
+    order: Sequence[int],
+    values: Liveness,
+    *,
+    evaluations: int,
+    longest_ns: int,
+    part: int = 0,
 ) -> list[int]:
     """An order with a lower peak if one is found. It is no longer than `longest_ns` if `order` is
-    not."""
+    not. Gives up after `part` evaluations whose pace would not make the peak lower by `PEAK_STEP`;
+    never if that is 0."""
     current = Windowed(world, order)
     memory = WindowedMemory(values, current, 0)
     best, peak = current.order.copy(), memory.peak
     moves = Moves(current, random.Random(0), memory.over)
-    left = evaluations
+    left, pace = evaluations, _Pace(part)
     while left > 0:
         memory.set_bound(int(peak * (1 - PEAK_STEP)))
         moves.look()
+        pace.begin(left, memory.excess)
         while left > 0 and memory.excess and moves.hot:
             left -= _try(current, memory, moves, longest=longest_ns)
+            if pace.too_slow(left, memory.excess, memory.excess):
+                left = 0
         left -= len(best)
         if memory.peak < peak:
             best, peak = current.order.copy(), memory.peak

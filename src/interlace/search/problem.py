@@ -29,6 +29,12 @@ class Problem:
     contention: Contention | None = None
     """How operators and transfers slow each other down."""
 
+    @property
+    def slowed(self) -> Contention | None:
+        """The contention if there is any."""
+        given = self.contention
+        return given if given and (given.factors or given.links) else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:

@@ -46,12 +46,22 @@ class Rank:
         """Whether everything goes at full speed, whatever runs beside it."""
         self.now = 0.0
         self.queues: dict[str, deque[RunningTransfer]] = {}
+        """Transfers by lane in issue order; of those that are over only some that nothing slowed
+        down are left."""
         self.log: list[Span | RunningTransfer] = []
+        self.unseen = False
+        """Whether the log lacks operators."""
 
     def collective(self, op: Operator, ns: int, strand: str, micro_batch: int) -> RunningTransfer:
         """Issue a collective, which holds the compute lane for `issue_ns`."""
         queue = self.queues.setdefault(op.lane, deque())
         transfer = RunningTransfer(op, strand, micro_batch, float(ns), self.now, self.now)
+        if self.alone:  # its end is known already
+            while queue and queue[0].end <= self.now:
+                queue.popleft()
+            if queue:
+                transfer.start = queue[-1].end
+            transfer.end = transfer.start + ns
         queue.append(transfer)
         self.log.append(transfer)
         if self.issue_ns:
@@ -61,6 +71,11 @@ class Rank:
     def compute(self, op: Operator, ns: int, strand: str, micro_batch: int) -> None:
         """Run a compute operator to its end."""
         self._compute_lane(op, op.kind, ns, strand, micro_batch)
+
+    def compute_unseen(self, ns: int) -> None:
+        """Run operators that the log will lack. Only where nothing slows anything down."""
+        self.now += ns
+        self.unseen = True
 
     def wait(self, transfers: Iterable[RunningTransfer]) -> None:
         """Idle until all of them are over."""
@@ -77,7 +92,8 @@ class Rank:
 
     def in_flight(self) -> list[RunningTransfer]:
         """Collectives that are not over, lane by lane in issue order."""
-        return [transfer for queue in self.queues.values() for transfer in queue]
+        flying = (transfer for queue in self.queues.values() for transfer in queue)
+        return [transfer for transfer in flying if transfer.end < 0 or transfer.end > self.now]
 
     def finish(self) -> tuple[Span, ...]:
         """Wait for everything; all spans, in order of issue."""
@@ -85,6 +101,9 @@ class Rank:
         for transfer in self.in_flight():
             self._idle_until(transfer)
         self._log("end", WAIT, begin, "", 0)
+        if self.unseen:  # so that the timeline is as long as it was
+            now = round(self.now)
+            self.log.append(Span("end", Kind.OTHER, COMPUTE_LANE, now, now))
         return tuple(
             _span(each) if isinstance(each, RunningTransfer) else each for each in self.log
         )
@@ -94,14 +113,12 @@ class Rank:
     ) -> None:
         begin, work = self.now, float(ns)
         while work > _DONE_NS:
-            heads = self._heads()
+            heads = [] if self.alone else self._heads()
             if not heads:
                 self.now += work
                 break
-            slow, slowed = 1.0, [1.0] * len(heads)
-            if not self.alone:
-                slow += sum(self._factors(kind, transfer)[0] - 1.0 for transfer in heads)
-                slowed = [self._slow(kind, transfer, heads) for transfer in heads]
+            slow = 1.0 + sum(self._factors(kind, transfer)[0] - 1.0 for transfer in heads)
+            slowed = [self._slow(kind, transfer, heads) for transfer in heads]
             lasts = (t.left * factor for t, factor in zip(heads, slowed, strict=True))
             step = min(work * slow, *lasts)
             self._step(heads, slowed, step)
@@ -110,6 +127,7 @@ class Rank:
         self.log.append(Span(op.id, op.kind, COMPUTE_LANE, *ends, strand, micro_batch))
 
     def _idle_until(self, transfer: RunningTransfer) -> None:
+        self.now = max(self.now, transfer.end)
         while transfer.end < 0:
             heads = self._heads()
             slowed = [self._slow(None, other, heads) for other in heads]

@@ -36,9 +36,7 @@ from interlace.models.transformers_model import published_sizes
 from interlace.parallel.data import data_layout, gathered_in_stage
 from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import loss_context
-from interlace.report.pipeline_picture import pipeline_png
 from interlace.report.plan_figures import compare_searches
-from interlace.report.plan_picture import plan_png
 from interlace.report.plan_tables import plan_json, plan_summary
 from interlace.report.stage_tables import stages_json, stages_summary
 from interlace.rules import check
@@ -102,8 +100,8 @@ def plan_command(
     else:
         costs, origin = measured_costs(table, str(cost), whole, interpolate=interpolate)
     _say(f"costs: {origin}")
-    held = partial(constant_bytes, config.parallel, config.train.dtype)
-    limits = memory_limits(config.plan, held(whole.module, whole.data))
+    always = constant_bytes(config.parallel, config.train.dtype, whole.module, whole.data)
+    limits = memory_limits(config.plan, always)
     settings = StepSettings(plan=config.plan, overlap=config.overlap, limits=limits)
     strands = Compilation(candidates, settings, lambda _: costs).chosen()
     if strands.listing is not None:
@@ -115,7 +113,7 @@ def plan_command(
         chosen=config.plan.search,
         micro_batches=config.train.micro_batches,
         limits=limits,
-        constant_bytes=held(strands.module, strands.data),
+        constant_bytes=always,
         stage=_stage,
         every=every_search,
     )
@@ -126,6 +124,8 @@ def plan_command(
         about |= {"noise": noise_of(costs)}
         _write(json, plan_json(comparison, costs=about, run=config.as_dict()).encode())
     if picture is not None:
+        from interlace.report.plan_picture import plan_png  # noqa: PLC0415  imports matplotlib
+
         subtitle = f"{describe_model(config)}; costs: {origin.splitlines()[0]}"
         _write(picture, plan_png(comparison, subtitle=subtitle))
     text = to_text(comparison.best.plan, graphs)
@@ -165,6 +165,8 @@ def _plan_stages(
         data = stages_json(chosen, steps, left_out, costs=origin, run=config.as_dict())
         _write(json, (json_format.dumps(data, indent=1) + "\n").encode())
     if picture is not None:
+        from interlace.report.pipeline_picture import pipeline_png  # noqa: PLC0415  matplotlib
+
         title = f"{own.name}: {describe_model(config)}"
         _write(picture, pipeline_png(chosen.actions, chosen.step, title=title))
     text = write_schedule(chosen.actions)
