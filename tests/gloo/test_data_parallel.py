@@ -32,7 +32,7 @@ from interlace.parallel.tensor import loss_context
 from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.train.built_model import NextTokenLoss, build_module
-from interlace.train.step_runners import EagerRunner, planned_step
+from interlace.train.step_runners import EagerRunner, loss_and_results, planned_step
 from interlace.train.weights import MasterWeights
 from orders import random_order
 from phases import plan_by
@@ -203,7 +203,8 @@ def reference(data_ranks: int, architecture: str) -> dict[str, Tensor]:
         model.config._experts_implementation = "eager"  # their own loop; in float64 too
         module = TransformersLoss(model)
     module.double()
-    torch.stack([module(*batch) for batch in global_batches(data_ranks)]).mean().backward()
+    losses = [loss_and_results(module(*batch))[0] for batch in global_batches(data_ranks)]
+    torch.stack(losses).mean().backward()
     return {name: grad_of(p) for name, p in module.named_parameters()}
 
 

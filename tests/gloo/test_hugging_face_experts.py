@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_runs import Runs
-from hugging_face_models import MOE, VOCABULARY, batch, saved
+from hugging_face_models import MOE, PLAIN, VOCABULARY, batch, saved
 from processes import gloo_group, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,6 +25,7 @@ from interlace.models.transformers_model import TransformersLoss, build
 from interlace.parallel.expert import apply_expert_parallel, dealt_parameters
 from interlace.parallel.plans import apply_published_plan
 from interlace.parallel.published_experts import adopt_published_experts
+from interlace.report.build import build_report
 
 BOUND = 1e-5
 """Of gradients, over the largest one, in float32: grouped matmuls add in another order than the
@@ -269,7 +270,7 @@ def test_trained_and_published_again(tmp_path: Path) -> None:
     """`interlace train` of a folder of Mixtral's on one rank, on two that have half of the experts
     each, and on one again from their checkpoint: the same losses, and an export that
     `transformers` reads with the weights of the checkpoint."""
-    from transformers import AutoModelForCausalLM, MixtralConfig
+    from transformers import AutoModelForCausalLM, MixtralConfig, PhimoeConfig
 
     runs = Runs(tmp_path)
     shape = {**MOE, "vocab_size": 256, "num_hidden_layers": 1, "num_local_experts": 4}
@@ -286,6 +287,12 @@ def test_trained_and_published_again(tmp_path: Path) -> None:
     for result in runs.train("two", 2, **two):
         assert result.value["error"] == ""
     assert runs.losses("two") == pytest.approx(runs.losses("one"), rel=1e-5)
+    first, second = (runs.events(out, "step")[0] for out in ("one", "two"))
+    assert sum(first["expert_load"]) == pytest.approx(1, abs=1e-4)
+    assert second["expert_load"] == pytest.approx(first["expert_load"], abs=1e-6)
+    assert 1 <= first["expert_imbalance"] <= 2
+    assert second["expert_dropped"] == 0
+    assert "Load of each expert over steps" in build_report(runs.folder / "two")[0].read_text()
     source = runs.checkpoint("two", 2)
     runs.train("again", 1, **one | {"checkpoint__resume": source, "checkpoint__every": 0})
     assert runs.losses("again") == pytest.approx(runs.losses("one")[2:], rel=1e-5)
@@ -299,6 +306,14 @@ def test_trained_and_published_again(tmp_path: Path) -> None:
     assert first.keys() == second.keys()
     for name, each in first.items():
         torch.testing.assert_close(second[name], each, rtol=1e-3, atol=1e-5)
+    shape = {**MOE, "vocab_size": 256, "num_hidden_layers": 1, "num_local_experts": 4}
+    phi = AutoModelForCausalLM.from_config(PhimoeConfig(**shape, rope_parameters=PLAIN))
+    phi.save_pretrained(tmp_path / "drawn")
+    drawn = two | {"model__config": tmp_path / "drawn", "checkpoint__every": 0, "train__steps": 1}
+    for result in runs.train("drawn", 2, **drawn):
+        assert result.value["error"] == "", "ZeRO-3: its own code evaluates on gathered weights"
+    assert len(runs.events("drawn", "evaluate")) == 2
+    assert sum(runs.events("drawn", "step")[0]["expert_load"]) == pytest.approx(1, abs=1e-4)
     (result,) = runs.train("three", 1, **common | {"parallel__expert": 3})
     assert "does not fit into the 1 ranks" in result.value["error"]
 

@@ -25,7 +25,8 @@ _RAISED = re.compile(r"raised exception (\w+)\((['\"])(.*)\2\)")
 _SIDE_EFFECTS = "certain side effects happened in the model.forward"
 """What torch's message says when forward changed something outside."""
 _COLLECTOR = "._active_collector"
-"""End of the source of a variable that forwards of `transformers` set and put back."""
+"""End of the source of a variable that forwards of `transformers` set and put back, and our own
+counts of their experts (`models.published_load`)."""
 
 _NO_FLEX = (
     "FlexAttention is not traced: it would take operators of a graph that hold the function of its "

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import InputError
+from interlace.models import published_load
 
 CAUSAL = "interlace_causal"
 """Name of an attention implementation: that of `sdpa`, without masks. While it is traced,
@@ -74,20 +75,30 @@ class TransformersLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.experts, self.expert_layers = published_load.count_experts(model)
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """A scalar, equal on all ranks of a tensor-parallel group; logits may be a DTensor that
-        is split by vocabulary, under `parallel.tensor.loss_context`."""
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """A scalar, equal on all ranks of a tensor-parallel group, and of a model with experts
+        what `NextTokenLoss` says beside it: the cross-entropy alone, then the load and the peak of
+        its experts, and dropped choices, of which there are none. Logits may be a DTensor that is
+        split by vocabulary, under `parallel.tensor.loss_context`."""
+        if self.experts:
+            published_load.begin()
         found = self.model(input_ids=tokens_BS, use_cache=False)
+        seen = published_load.finish() if self.experts else []
         logits_BSV = found.logits
         wide = torch.promote_types(logits_BSV.dtype, torch.float32)
         loss = F.cross_entropy(logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten())
         loss = loss.to_local() if isinstance(loss, DTensor) else loss
+        cross_entropy = loss.detach()
         auxiliary = getattr(found, "aux_loss", None)
         if self.training and auxiliary is not None:
             config: Any = self.model.config
             loss = loss + config.router_aux_loss_coef * auxiliary
-        return loss
+        if not seen:
+            return loss
+        (load_E, peak), *_ = seen
+        return loss, cross_entropy, load_E, peak, torch.zeros_like(peak)
 
 
 def build(folder: str, *, vocab_size: int, sequence_length: int) -> nn.Module:

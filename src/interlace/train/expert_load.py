@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.models.routers import Router, updated_bias
+from interlace.models.transformers_model import TransformersLoss
 from interlace.train.session import Session
 from interlace.train.step_runners import from_last_stage, gives_results
 
@@ -19,18 +20,17 @@ def load_values(session: Session, results: Sequence[tuple[Tensor, ...]]) -> dict
     `expert_imbalance`: the most tokens that chose one expert of one layer, over the mean of all, in
     the mean of micro-batches. `expert_dropped`: the share of choices over their expert's capacity.
     """
-    experts = session.config.model.experts
-    if not experts.count or not _says_load(session, results):
+    count, layers = _experts(session)
+    if not count or not _says_load(session, results):
         return {}
     counts = [
         torch.cat((load_E, peak.view(1), over.view(1))) for _, load_E, peak, over, *_ in results
     ]
-    total = _total(session, counts, (experts.count + 2,)).double()
+    total = _total(session, counts, (count + 2,)).double()
     load_E, peak, dropped = total[:-2], total[-2], total[-1]
-    layers = session.config.model.layers - experts.dense_layers
     return {
         "expert_load": [round(share, 6) for share in (load_E / load_E.sum()).tolist()],
-        "expert_imbalance": float(peak * experts.count * layers / load_E.sum()),
+        "expert_imbalance": float(peak * count * layers / load_E.sum()),
         "expert_dropped": float(dropped / load_E.sum()),
     }
 
@@ -46,6 +46,14 @@ def move_biases(session: Session, results: Sequence[tuple[Tensor, ...]]) -> None
     biases = router_biases(session.weights.module).values()
     for bias, load_E in zip(biases, load_LE, strict=True):
         bias.copy_(updated_bias(bias, load_E, experts.bias_speed))
+
+
+def _experts(session: Session) -> tuple[int, int]:
+    """(experts of a layer, layers that have any); 0 experts where a model counts none."""
+    model, module = session.config.model, session.weights.module
+    if isinstance(module, TransformersLoss):
+        return module.experts, module.expert_layers
+    return model.experts.count, model.layers - model.experts.dense_layers
 
 
 def _says_load(session: Session, results: Sequence[tuple[Tensor, ...]]) -> bool:

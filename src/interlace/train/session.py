@@ -12,7 +12,8 @@ from interlace.compiled import Compilation, Constants
 from interlace.config import Mode, ParallelConfig, RunConfig
 from interlace.data.batches import Batches, Dataset
 from interlace.degrees import widest
-from interlace.errors import RunError
+from interlace.errors import InputError, RunError
+from interlace.graphs.random_draws import draws_values
 from interlace.ir.costs import CostTable
 from interlace.ir.plan import Plan
 from interlace.parallel.context import local_positions
@@ -182,17 +183,22 @@ class Session(Setup):
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Losses of micro-batches on this rank, with the weights as they are now."""
+        """Losses of micro-batches on this rank, with the weights as they are now.
+
+        Raises InputError in a pipeline for a model that draws random numbers in training: what it
+        is without them only its own code knows, and a rank has a stage of it."""
         runner, data = self.runner, self.weights.data
-        holds_all = self.stages is None and not (data is not None and data.gathers_each)
-        if not holds_all and isinstance(runner, Step):
-            losses = runner.executor.evaluate(batches)
-            if not self.config.model.experts.count or not gives_results(runner):
-                return losses
-            # The graph is that of training, whose loss has an auxiliary loss in it.
-            if self.stages is None:
-                return [cross_entropy for cross_entropy, *_ in runner.results]
-            return list(averaged_losses(runner, torch.stack(losses), 0).unbind())
+        gathers_each = data is not None and data.gathers_each
+        if isinstance(runner, Step) and (self.stages is not None or gathers_each):
+            draws = any(draws_values(part.strand.graph) for part in runner.executor.parts.values())
+            if draws and self.stages is not None:
+                raise InputError(
+                    "the model draws random numbers in training beside dropout, what it is without "
+                    "them only its own code knows, and a rank has one stage of it",
+                    hint="set parallel.pipeline to 1",
+                )
+            if not draws:
+                return self._evaluated(runner, batches)
         self.weights.gather()
         module = self.weights.module.eval()
         try:
@@ -200,6 +206,17 @@ class Session(Setup):
                 return [loss_and_results(module(*batch))[0] for batch in batches]
         finally:
             module.train()
+            if gathers_each and "eager" not in self.runners:
+                self.weights.drop_whole()
+
+    def _evaluated(self, runner: Step, batches: Sequence[Batch]) -> list[Tensor]:
+        """By the graph of training, whose loss may have an auxiliary loss in it."""
+        losses = runner.executor.evaluate(batches)
+        if not gives_results(runner):
+            return losses
+        if self.stages is None:
+            return [cross_entropy for cross_entropy, *_ in runner.results]
+        return list(averaged_losses(runner, torch.stack(losses), 0).unbind())
 
     def mean(self, loss: Tensor) -> float:
         """The mean over the ranks that see other tokens."""
