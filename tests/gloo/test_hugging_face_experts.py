@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_runs import Runs
 from hugging_face_models import MOE, PLAIN, VOCABULARY, batch, saved
+from mixin_scenarios import LAYOUTS, TOLERANCE, scenario
 from processes import gloo_group, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -221,12 +222,15 @@ def dealt(folders: list[str]) -> list[dict[str, Any]]:
                 for name, each in wanted.items()
             }
             experts = sorted(name for name in parts if ".experts." in name)
+            judged = folder, batches(), loss, wanted
+            ours = [scenario(each, *judged, traced=folder == folders[0]) for each in LAYOUTS]
             facts.append({
                 "loss": abs(float(whole) / 2 - loss),
                 "gradients": error(seen[0][1], parts),
                 "bitwise": seen[0][0] == seen[1][0]
                 and all(torch.equal(seen[1][1][name], each) for name, each in seen[0][1].items()),
                 "dealt": seen[0][2] == experts,
+                "ours": ours,
             })  # fmt: skip
         one, two = (dealt_step(built(folders[-1]), n, mesh["ep"], rank) for n in (1, 2))
         facts[-1]["drawn"] = one[0] == two[0] != seen[0][0]
@@ -236,17 +240,22 @@ def dealt(folders: list[str]) -> list[dict[str, Any]]:
 
 def test_experts_are_dealt_by_the_published_plan(tmp_path: Path) -> None:
     """A step of unmodified models whose experts lie on two ranks: loss and gradients of all
-    parameters are those of plain `transformers` on one process; two strands have one's bits."""
+    parameters are those of plain `transformers` on one process; two strands have one's bits. And
+    so are those of our models of the same files, under tensor and under expert parallelism."""
     folders = []
     for number, (case, auxiliary) in enumerate(DEALT.items()):
         save(case, tmp_path / str(number), auxiliary=auxiliary)
         folders.append(str(tmp_path / str(number)))
-    for result in run_ranks("test_hugging_face_experts:dealt", 2, args=[folders], timeout_s=200):
+    for result in run_ranks("test_hugging_face_experts:dealt", 2, args=[folders], timeout_s=300):
         for found in result.value:
             assert found["loss"] < BOUND, found
             assert found["gradients"] < BOUND, found
             assert found["bitwise"], found
             assert found["dealt"], found
+            for ours in found["ours"]:
+                assert ours["logits"], ours
+                assert ours["loss"] < TOLERANCE, ours
+                assert not ours["wrong"], ours
         assert result.value[-1]["drawn"], "PhiMoE draws in training, by any number of strands alike"
 
 
