@@ -109,7 +109,7 @@ def found_of(two: list[int]) -> dict[str, object]:
     """What ranks might find, with these times of two strands."""
     record = {
         "compute": 50 * MS, "busy": 40 * MS, "exposed": 10 * MS,
-        "steady_busy": 30 * MS, "steady_exposed": 3 * MS,
+        "steady_busy": 30 * MS, "steady_exposed": 3 * MS, "counts": 2 * MS,
     }  # fmt: skip
     times = {EAGER: [100 * MS, 110 * MS], ONE: [90 * MS, 99 * MS], FIXED: [60 * MS, 66 * MS]}
     times |= {GROUPS: [75 * MS, 75 * MS], BOTH: [40 * MS, 44 * MS]}
@@ -132,6 +132,7 @@ def test_rows_are_ratios_of_what_was_found() -> None:
     assert rows["skewed", "both_vs_eager"].ratio == pytest.approx(2.5)
     assert rows["skewed", "largest_over_mean_rows_of_rank"].ratio == 1.5
     assert rows["skewed", "all_to_all_over_compute"].ratio == pytest.approx(0.8)
+    assert rows["skewed", "counts_of_two_strands_ms"].ours == pytest.approx(2)
     assert rows[f"skewed, {TWO}", "hidden_fraction"].ratio == pytest.approx(0.75)
     assert rows[f"skewed, {TWO}", "steady_hidden_fraction"].ratio == pytest.approx(0.9)
     assert rows[f"skewed, {TWO}", "predicted_over_measured"].ratio == pytest.approx(45 / 52.5)

@@ -37,14 +37,19 @@ BALANCED = replace(PLAIN, balance="auxiliary_loss", auxiliary_weight=0.1)
 CASES: dict[int, list[tuple[Layout, str]]] = {
     2: [
         ({"tensor": 2}, "balanced"),
+        ({"data_shard": 2}, "plain"),
+        ({"data_shard": 2, "zero": 1}, "balanced"),
         ({"data_shard": 2, "expert": 2}, "balanced"),
         ({"context": 2, "expert": 2}, "plain"),
         ({"context": 2, "expert": 2, "context_method": "ring"}, "plain"),
     ],
     4: [
+        ({"data_shard": 2, "tensor": 2}, "plain"),
+        ({"data_shard": 2, "tensor": 2, "zero": 1}, "balanced"),
         ({"data_shard": 2, "expert": 2, "tensor": 2}, "balanced"),
         ({"data_shard": 2, "expert": 2, "tensor": 2, "zero": 1}, "plain"),
         ({"data_shard": 2, "context": 2, "expert": 4}, "plain"),
+        ({"data_shard": 4, "expert": 4, "zero": 1}, "plain"),
         ({"data_replicate": 2, "context": 2, "expert": 2}, "plain"),
     ],
 }

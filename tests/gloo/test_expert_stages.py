@@ -67,6 +67,9 @@ CASES: dict[int, list[tuple[str, Layout]]] = {
         ("zb_v", REPLICAS),
         ("zb_h1", {"parallel.data_shard": 2, "train.recompute": "layer", **BALANCED}),
         ("one_f_one_b", {"parallel.context": 2, "parallel.data_shard": 1}),
+        ("one_f_one_b", {"parallel.data_shard": 2, "parallel.zero": 1}),
+        ("one_f_one_b", {"parallel.data_shard": 2, "parallel.expert": 1}),
+        ("one_f_one_b", {"parallel.data_shard": 2, "parallel.expert": 1, "parallel.zero": 1}),
     ],
     8: [
         ("one_f_one_b", {"parallel.data_shard": 2, "parallel.tensor": 2}),

@@ -113,6 +113,9 @@ def rows_of(routing: str, found: Mapping[str, Any]) -> list[ResultRow]:
         _row(routing, "largest_over_mean_rows_of_expert", found["load"]["expert"], 1.0),
         _row(routing, "largest_over_mean_rows_of_rank", found["load"]["rank"], 1.0),
         _of_records(routing, "all_to_all_over_compute", records[ONE], "busy", "compute"),
+        _row(
+            routing, "counts_of_two_strands_ms", _counts_ms(records[TWO]), _counts_ms(records[ONE])
+        ),
     ]
     rows += [
         speedup(routing, metric, times[TWO], times[rival])
@@ -131,6 +134,11 @@ def rows_of(routing: str, found: Mapping[str, Any]) -> list[ResultRow]:
             rows.append(_hidden(case, "steady_hidden_fraction", own, "steady_"))
         rows.append(_predicted(case, predicted[name] / 1e6, times[name]))
     return rows
+
+
+def _counts_ms(records: Sequence[Mapping[str, float]]) -> float:
+    """An exchange of counts of rows: behind rows where two strands run, alone where one does."""
+    return median(record["counts"] for record in records) / 1e6
 
 
 def _row(case: str, metric: str, ours: float, baseline: float) -> ResultRow:

@@ -52,7 +52,7 @@ from interlace.measure.start_up import profile_strands
 from interlace.parallel.data import data_layout
 from interlace.parallel.expert import apply_expert_parallel
 from interlace.parallel.local_parts import local
-from interlace.parallel.meshes import EXPERT_AXIS, build_meshes
+from interlace.parallel.meshes import COUNTS_AXIS, EXPERT_AXIS, build_meshes
 from interlace.ranks.launched import follow_launcher
 from interlace.runtime.candidates import with_ends
 from interlace.runtime.traced_strands import build_strands
@@ -205,13 +205,14 @@ def check_bits(runs: Mapping[str, Way], batches: Sequence[Batch]) -> None:
 
 
 def _seen(timeline: Timeline) -> dict[str, float]:
-    """Of a recorded step, in ns: compute, and exchanges of experts in flight and waited for;
-    these also while two micro-batches are under way."""
+    """Of a recorded step, in ns: compute, exchanges of experts in flight and waited for, these also
+    while two micro-batches are under way, and an exchange of counts."""
     busy, exposed = _all_to_all_ns(timeline)
     found: dict[str, float] = {
         "compute": compute_ns(timeline),
         "busy": busy,
         "exposed": exposed,
+        "counts": _counts_ns(timeline),
     }
     if steady := steady_state(timeline):
         found["steady_busy"], found["steady_exposed"] = _all_to_all_ns(steady)
@@ -221,6 +222,11 @@ def _seen(timeline: Timeline) -> dict[str, float]:
 def _all_to_all_ns(timeline: Timeline) -> tuple[int, int]:
     rows = [row for row in timeline.collective_rows() if row.kind == Kind.ALL_TO_ALL]
     return sum(row.busy_ns for row in rows), sum(row.exposed_ns for row in rows)
+
+
+def _counts_ns(timeline: Timeline) -> float:
+    """The median of the exchanges of counts of rows."""
+    return median(span.duration_ns for span in timeline.spans if span.lane == COUNTS_AXIS)
 
 
 def _agreed(values: Mapping[str, float]) -> dict[str, float]:

@@ -18,6 +18,7 @@ u_transformer.py        a denoising U-Net with attention, for `compile_step`; no
 experts.py              experts of a mixture-of-experts layer; expert parallelism shares them
 attention.py            attention between projected heads; context parallelism replaces it
 transformers_model.py   a model of `transformers`, as it is
+published_load.py       which experts its tokens choose
 hugging_face.py         Hugging Face checkpoints of our models, read and written
 hugging_face_config.py  config.json and the ModelConfig that it means
 hugging_face_moe.py     the same for mixtures of experts
