@@ -3,7 +3,6 @@
 The head of a forward may run one phase ahead (decision 7): its length is chosen here too.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -21,7 +20,7 @@ from interlace.schedules.finder import Schedule, find
 from interlace.search.evaluator import Evaluator
 from interlace.search.list_scheduling import order_list
 from interlace.search.memory import peak_bytes
-from interlace.search.merge import MANY, order_merge, order_quick
+from interlace.search.merge import order_merge, order_quick
 from interlace.search.problem import MemoryLimits, Problem
 from interlace.search.segment_pairs import order_segment_pairs
 from interlace.search.tight import smallest_peak
@@ -37,30 +36,24 @@ first layer's input."""
 AS_SHORT = 1.005
 """How many times as long as with the best head a phase may get, at most, for a head to count as
 good as that one; a choice."""
-NEARLY = 1.02
-"""The same for a head to be planned in full. A quick order tells heads apart within some per cent:
-with counts of rows for experts of 14 ms one head looked 0.1 % longer than another, and its plan was
-2.1 % shorter."""
-TRIED = 3
-"""Heads that are planned in full at most; a choice that bounds the time."""
 
 
-def heads_to_try(
+def choose_head(
     graphs: Mapping[str, OpGraph], schedule: Schedule, problem_of: Callable[[OpGraph], Problem]
-) -> list[int]:
-    """Operators of the forward graph, in its own order, that might run one action ahead, the most
-    promising first; 0 for none. `graphs` are those of the strands. Only of a rank with one chunk,
-    and of a schedule that runs forward and backward side by side."""
+) -> int:
+    """Operators of the forward graph, in its own order, that should run one action ahead; 0 for
+    none. `graphs` are those of the strands. Only of a rank with one chunk, and of a schedule that
+    runs forward and backward side by side."""
     forwards = labels_of(graphs, Direction.FORWARD, Share.WHOLE)
     steady = steady_phase(schedule.phases(graphs, head=True))
     if len(forwards) > 1 or len(strands_of(steady)) < 2:
-        return [0]
+        return 0
     forward, backward = graphs[forwards[0]], graphs[Strand(Direction.BACKWARD).graph]
     ends = [i + 1 for i, op in enumerate(forward.operators) if op.is_collective][:MOST_HEADS]
     size = len(forward.operators) + len(backward.operators)
     heads = (0, *ends)[: HEAD_BUDGET // size]
     if len(heads) < 2:
-        return [ends[1] if len(ends) > 1 else 0]
+        return ends[1] if len(ends) > 1 else 0
     whole = steady_phase(schedule.phases(graphs))
     lengths = {}
     for head in heads:
@@ -70,11 +63,7 @@ def heads_to_try(
             world = Evaluator(problem.graph, problem.solo_ns, problem.issue_ns)
             lengths[head] = world.length(world.numbers(order))[0]
     best = min(lengths.values(), default=0)
-    first = min((h for h, length in lengths.items() if length <= AS_SHORT * best), default=0)
-    others = [h for h, length in lengths.items() if length <= NEARLY * best and h != first]
-    if size > MANY:
-        return [first]
-    return [first, *sorted(others, key=lambda h: lengths[h])][:TRIED]
+    return min((h for h, length in lengths.items() if length <= AS_SHORT * best), default=0)
 
 
 Found = tuple[tuple[str, ...], tuple[str, ...]]
@@ -167,31 +156,15 @@ def make_plan(
         solo = costs.of(graph)
         return Problem(graph, solo, costs.issue_ns, aim, costs.contention)
 
-    made: dict[tuple[int, str], PhasePlan] = {}
-
-    def phase(head: int, name: str) -> PhasePlan:
-        if (head, name) not in made:
-            made[head, name] = plan_phase(problem(phase_graph(name, graphs, head)), search)
-        return made[head, name]
-
     def phases(head: int) -> dict[str, PhasePlan]:
-        names = searched_phases(schedule.phases(graphs, head=bool(head)))
-        return {name: phase(head, name) for name in names}
-
-    def steady_ns(head: int) -> float:
-        try:
-            return phase(head, steady_phase(schedule.phases(graphs, head=bool(head)))).predicted_ns
-        except InputError:  # a head keeps more values: the bound may allow none
-            return math.inf
+        return {
+            name: plan_phase(problem(phase_graph(name, graphs, head)), search)
+            for name in searched_phases(schedule.phases(graphs, head=bool(head)))
+        }
 
     head = 0
     if best and schedule.is_alone:
-        heads = heads_to_try(graphs, schedule, lambda graph: _quickened(problem(graph)))
-        head = heads[0]
-        if len(heads) > 1:
-            lengths = {each: steady_ns(each) for each in heads}
-            as_short = AS_SHORT * min(lengths.values())
-            head = min((h for h, length in lengths.items() if length <= as_short), default=head)
+        head = choose_head(graphs, schedule, lambda graph: _quickened(problem(graph)))
     try:
         planned = phases(head)
     except InputError:
