@@ -10,15 +10,13 @@ lower bound of `bounds`, so the gap to the optimum is known.
 
 A last round of moves lowers the peak as far as the order gets no longer. If it is then above the
 memory bound, merges in which one strand waits for the other compete with the order of the lowest
-peak, and polishing first brings an order below the bound. At last moves make room for delays
-(`delays`), as far as the order gets no longer and needs no more memory.
+peak, and polishing first brings an order below the bound.
 """
 
 from collections.abc import Iterator, Sequence
 
 from interlace.search.bounds import lower_bound_ns
 from interlace.search.chains import split
-from interlace.search.delays import with_room
 from interlace.search.evaluator import Evaluator
 from interlace.search.job_memory import Room
 from interlace.search.list_scheduling import order_list
@@ -59,8 +57,6 @@ PARTS = 16
 its pace promises something. A choice; of 80 layers, all but the first part gave nothing."""
 PEAK_SHARE = 0.25
 """Part of the budget that is spent on a lower peak; a choice."""
-ROOM_SHARE = 0.5
-"""Budget for room for delays, as a share of that of polishing; a choice."""
 
 
 def order_merge(problem: Problem, rivals: Sequence[tuple[str, ...]] = ()) -> tuple[str, ...]:
@@ -172,8 +168,4 @@ class _Search:
         if self._length(order) > self.least * (1.0 if self.few else NEAR_BOUND):
             proven = order_optimal(self.world, order, values=values, bound=bound)
             order = proven if proven is not None else self._polished(order, bound)
-        order = self._lowered(order, self._length(order))
-        if not self.few:
-            return order
-        spare = int(ROOM_SHARE * self.budget)
-        return with_room(self.world, order, self.values, evaluations=spare)
+        return self._lowered(order, self._length(order))
