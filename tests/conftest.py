@@ -25,11 +25,6 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_LONG_FIRST = ("gloo", "drills", "cli", "oracle", "pure")
-"""Files of several processes first, if files run beside others: short ones fill what is left at the
-end, where a long one would run alone."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder, *rest = item.path.relative_to(_HERE).parts
@@ -37,10 +32,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if folder == "lab":
             item.add_marker("alone")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=_turn)
-
-
-def _turn(item: pytest.Item) -> int:
-    folder = item.path.relative_to(_HERE).parts[0]
-    return _LONG_FIRST.index(folder) if folder in _LONG_FIRST else len(_LONG_FIRST)

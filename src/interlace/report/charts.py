@@ -40,7 +40,8 @@ def loss_svg(
     axes.set_xlabel("step", color=theme.muted)
     axes.set_ylabel(unit, color=theme.muted)
     axes.grid(color=theme.grid, linewidth=0.8)
-    axes.legend(frameon=False, labelcolor=theme.text)
+    # Asked for by name: matplotlib warns of its default where drawing takes over a second.
+    axes.legend(frameon=False, labelcolor=theme.text, loc="best")
     return _svg(figure)
 
 
