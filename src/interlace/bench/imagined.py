@@ -145,7 +145,7 @@ def measure(case: ImaginedCase) -> tuple[list[ResultRow], str]:
         runners = {**session.runners, FREE: FreeTransfers(session.runners["2"], world)}
         modes = (*config.compare.modes, FREE)
         config = replace(config, compare=replace(config.compare, modes=modes))
-        session = replace(session, runners=runners, config=config)
+        session = replace(session, runners=runners, job=replace(session.job, config=config))
         source = session.dataset.batches(config.train.micro_batch_size)
         steps = [
             [session.move(next(source)) for _ in range(config.train.micro_batches)]

@@ -69,7 +69,7 @@ SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
 def open_session(job: RankJob) -> Session:
     """Build everything up to and including the plan. Collective; the process group exists."""
     setup, twin = _open(job)
-    runners, graphs = _runners(setup, twin, job.schedule)
+    runners, graphs = _runners(setup, twin)
     if setup.stages is not None:
         setup.weights.free_others()
     # Not before: the weights of a stage are known when the model has been cut.
@@ -128,11 +128,7 @@ def _open(job: RankJob) -> tuple[Setup, nn.Module | None]:
         twin = sharded_twin(module, meshes, dtype)
     weights = MasterWeights(module, dtype, data=data, meshes=meshes)
     setup = Setup(
-        config=config,
-        asked=job.asked,
-        layouts=job.layouts,
-        rank=job.rank,
-        world_size=job.world_size,
+        job=job,
         device=device,
         meshes=meshes,
         dataset=dataset,
@@ -223,12 +219,12 @@ def _say_if_rounded(setup: Setup) -> None:
 
 
 def _runners(
-    setup: Setup, twin: nn.Module | None, of_stages: Schedule
+    setup: Setup, twin: nn.Module | None
 ) -> tuple[dict[Mode, StepRunner], tuple[Compilation, Constants] | None]:
     """Every way to run a step that the run file asks for, and what plans of strands are made
-    from. `of_stages` is the schedule of a pipeline."""
+    from."""
     if setup.stages is not None:
-        return {setup.config.strands: _pipeline(setup, setup.stages, of_stages)}, None
+        return {setup.config.strands: _pipeline(setup, setup.stages)}, None
     modes = setup.config.modes
     runners: dict[Mode, StepRunner] = {}
     if "eager" in modes:
@@ -254,9 +250,9 @@ def _runners(
     return runners, (compilation, constants)
 
 
-def _pipeline(setup: Setup, groups: StageGroups, named: Schedule) -> Step:
+def _pipeline(setup: Setup, groups: StageGroups) -> Step:
     """This rank's stage of a pipeline, by the schedule of the run file."""
-    ranks = setup.config.parallel.pipeline
+    named, ranks = setup.job.schedule, setup.config.parallel.pipeline
     stage = StageSchedule(named.name, named.function, ranks=ranks, rank=groups.number)
     stage.phases(stage.graphs)
     compilation, constants = _trace(setup, stage)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.compiled import Compilation, Constants
-from interlace.config import Mode, ParallelConfig, RunConfig
+from interlace.config import Mode, RunConfig
 from interlace.data.batches import Batches, Dataset
 from interlace.degrees import widest
 from interlace.errors import InputError, RunError
@@ -23,6 +23,7 @@ from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
 from interlace.step import Step
 from interlace.train.optimizer import clip_by, global_norm, norm_over_stages
+from interlace.train.rank_job import RankJob
 from interlace.train.step_runners import (
     StepRunner,
     averaged_losses,
@@ -44,15 +45,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Setup:
     """What one rank trains: data, weights and optimizer on its device, and its place."""
 
-    config: RunConfig
-    """As this rank sees it: where stages of a pipeline are laid out each in its own way, with the
-    layout and the micro-batches of its stage."""
-    asked: RunConfig
-    """As the run file has it, alike on all ranks."""
-    layouts: tuple[ParallelConfig, ...]
-    """Those of stages that are laid out each in its own way."""
-    rank: int
-    world_size: int
+    job: RankJob
     device: torch.device
     meshes: Meshes
     dataset: Dataset
@@ -62,6 +55,26 @@ class Setup:
     drawn: bytes
     """Where the random generators stood when the model was built, as a digest: ranks that hold
     different parts of it must have drawn them from the same whole."""
+
+    @property
+    def config(self) -> RunConfig:
+        """As this rank sees it."""
+        return self.job.config
+
+    @property
+    def asked(self) -> RunConfig:
+        """As the run file has it, alike on all ranks."""
+        return self.job.asked
+
+    @property
+    def rank(self) -> int:
+        """Of the job."""
+        return self.job.rank
+
+    @property
+    def world_size(self) -> int:
+        """Of the job."""
+        return self.job.world_size
 
     @property
     def stages(self) -> StageGroups | None:
@@ -77,9 +90,9 @@ class Setup:
         """What evaluations see, alike on all ranks; of stages that are laid out each in its own
         way, this rank's rows of it."""
         train = self.asked.train
-        size = train.micro_batch_size * (widest(self.layouts) if self.layouts else 1)
+        size = train.micro_batch_size * (widest(self.job.layouts) if self.job.layouts else 1)
         batches = self.dataset.held_out(size, train.evaluate_batches)
-        if self.layouts:
+        if self.job.layouts:
             own, shares = self.meshes.data_rank, self.meshes.data_ranks
             batches = [(each[0].chunk(shares)[own], each[1].chunk(shares)[own]) for each in batches]
         return [self.move(batch) for batch in batches]
