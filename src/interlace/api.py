@@ -3,6 +3,7 @@
 step = interlace.compile_step(module, loss_fn, example_inputs, mesh=mesh)
 loss = step(micro_batches)          # gradients are in param.grad
 optimizer.step()
+optimizer.zero_grad()               # a step adds to param.grad, as autograd does
 """
 
 import logging

@@ -84,6 +84,23 @@ def test_python_runs(page: str, tmp_path: Path) -> None:
         assert result.value == len(todo)
 
 
+def test_loops_clear_their_gradients() -> None:
+    """A compiled step adds to `param.grad`, as autograd does: a loop that steps an optimizer and
+    never clears trains on the sum of all gradients so far."""
+    texts = {str(block): block.text for block in of("python")}
+    examples = (ROOT / "examples").glob("*.py")
+    texts |= {path.name: path.read_text(encoding="utf-8") for path in examples}
+    loops = [
+        (where, ast.unparse(node))
+        for where, text in texts.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.For) and "optimizer.step()" in ast.unparse(node)
+    ]
+    assert len(loops) > 5
+    for where, loop in loops:
+        assert "optimizer.zero_grad()" in loop, where
+
+
 @pytest.mark.parametrize("block", of("toml"), ids=str)
 def test_files_are_what_they_say(block: Block, tmp_path: Path) -> None:
     """A run file, a cluster file or a file of units, by the rules of the commands that read it."""
