@@ -7,8 +7,8 @@ optimizer.zero_grad()               # a step adds to param.grad, as autograd doe
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -62,12 +62,22 @@ from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.runtime.user_module import LossFunction, ModuleWithLoss, UserModule
 from interlace.schedules.finder import Schedule, ScheduleFunction, find
 from interlace.schedules.stage import StageSchedule
+from interlace.start_progress import at, told
 from interlace.step import Draws, Step
 
 Batch = tuple[Tensor, ...]
 
 
+@contextmanager
+def _progress_told() -> Iterator[None]:
+    """Says on the first rank of the job, now and then, what a slow call works on."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    with told("compile_step") if is_first else nullcontext():
+        yield
+
+
 @no_collections()
+@_progress_told()
 def compile_step(
     module: nn.Module,
     loss_fn: LossFunction,
@@ -224,6 +234,7 @@ def _trace(
 
     @cache
     def traced(decompose: Decompose | None) -> Strands:
+        at("tracing the module")
         with nullcontext() if sharded is None else sharded.plain():
             return trace(decompose=decompose)
 
@@ -332,6 +343,7 @@ def _step(
         plan = strands.sequential
     else:
         strands, plan, schedule = compilation.scheduled(schedule)
+    at("building the step")
     costs = compilation.tables.get(strands.digest)
     if link is not None and strands.handovers is not None:
         link.prepare(strands.handovers)

@@ -1,8 +1,11 @@
 """Says what a command works on before its first result: on a terminal a bar, elsewhere a line now
 and then, so that a start of a minute is not silent.
 
-    with shown(STAGES):
+    with shown(STAGES):             # a command
         at("tracing the model")
+
+    with told("compile_step"):      # a call in a program of the user's, whose terminal it is
+        at("tracing the module")
 """
 
 import sys
@@ -20,25 +23,42 @@ take less, and stay as short as they were."""
 REDRAWN_PER_S = 2
 """How often a bar is drawn again; each time takes 2 ms of a core on which operators are timed."""
 
-_at: ContextVar[Callable[[str], None]] = ContextVar("at", default=lambda stage: None)
-"""What is told of a new stage; nothing outside `shown`."""
+_at: ContextVar[Callable[[str], None] | None] = ContextVar("at", default=None)
+"""What is told of a new stage; nobody outside `shown` and `told`."""
 
 
 def at(stage: str) -> None:
     """Say that a stage begins, as in `measuring operators`. Free where nothing is `shown`."""
-    _at.get()(stage)
+    if say := _at.get():
+        say(stage)
 
 
 @contextmanager
 def shown(stages: int, out: TextIO | None = None) -> Iterator[None]:
     """Show the stages that begin inside, about `stages` of them, on `out` (standard error)."""
     out = out or sys.stderr
-    with _bar(stages, out) if out.isatty() else _lines(out) as say:
-        token = _at.set(say)
-        try:
-            yield
-        finally:
-            _at.reset(token)
+    with _bar(stages, out) if out.isatty() else _lines(out) as say, _heard_by(say):
+        yield
+
+
+@contextmanager
+def told(who: str, out: TextIO | None = None) -> Iterator[None]:
+    """Show the stages that begin inside in lines that `who` begins, on a terminal too, which is the
+    caller's and may hold a bar of theirs. Nothing more where stages are shown already."""
+    if _at.get() is not None:
+        yield
+        return
+    with _lines(out or sys.stderr, f"{who}: ") as say, _heard_by(say):
+        yield
+
+
+@contextmanager
+def _heard_by(say: Callable[[str], None]) -> Iterator[None]:
+    token = _at.set(say)
+    try:
+        yield
+    finally:
+        _at.reset(token)
 
 
 @contextmanager
@@ -78,8 +98,8 @@ class _Stage:
 
 
 @contextmanager
-def _lines(out: TextIO) -> Iterator[Callable[[str], None]]:
-    """A line for each `QUIET_S` of the same start."""
+def _lines(out: TextIO, who: str = "") -> Iterator[Callable[[str], None]]:
+    """A line for each `QUIET_S` of the same start; `who` begins it."""
     begun, ended, now = time.monotonic(), threading.Event(), _Stage()
 
     def say(stage: str) -> None:
@@ -89,7 +109,7 @@ def _lines(out: TextIO) -> Iterator[Callable[[str], None]]:
         while not ended.wait(QUIET_S):
             at_s = time.monotonic()
             print(
-                f"{now.name}: {at_s - now.since:.0f} s, {at_s - begun:.0f} s since the start",
+                f"{who}{now.name}: {at_s - now.since:.0f} s, {at_s - begun:.0f} s since the start",
                 file=out, flush=True,
             )  # fmt: skip
 

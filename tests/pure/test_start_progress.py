@@ -6,7 +6,7 @@ import time
 import pytest
 
 from interlace import start_progress
-from interlace.start_progress import at, shown
+from interlace.start_progress import at, shown, told
 
 
 class Terminal(io.StringIO):
@@ -34,6 +34,24 @@ def test_a_file_gets_a_line_for_each_stretch_of_silence(monkeypatch: pytest.Monk
     at("nobody listens any more")
     time.sleep(0.05)
     assert out.getvalue() == written
+
+
+def test_a_call_in_a_users_program_says_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In lines on a terminal too; not a word of its own where stages are shown already."""
+    out, inner = Terminal(), Terminal()
+    with told("compile_step", out):
+        at("tracing")
+    assert out.getvalue() == ""
+    monkeypatch.setattr(start_progress, "QUIET_S", 0.02)
+    with told("compile_step", out):
+        at("tracing")
+        with told("another", inner):
+            at("planning")
+            deadline = time.monotonic() + 20
+            while "\n" not in out.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.01)
+    assert (out.getvalue().splitlines()[0]) == "compile_step: planning: 0 s, 0 s since the start"
+    assert inner.getvalue() == ""
 
 
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:

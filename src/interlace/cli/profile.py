@@ -77,7 +77,8 @@ def _check_output(output: Path) -> None:
 
 @contextmanager
 def _progress(*, show: bool) -> Iterator["Progress"]:
-    """A bar on a terminal, lines in a file; both on standard error."""
+    """A bar on a terminal, lines in a file; both on standard error. The bar begins with the first
+    measurement: before that the start has one of its own."""
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import Progress as Bar  # noqa: PLC0415
 
@@ -87,12 +88,17 @@ def _progress(*, show: bool) -> Iterator["Progress"]:
     elif not console.is_terminal:
         yield lambda name, done, total: print(f"{done}/{total} {name}", file=sys.stderr)
     else:
-        with Bar(console=console, transient=True) as bar:
-            task = bar.add_task("starting", total=None)
+        bar = Bar(console=console, transient=True)
+        task = bar.add_task("measuring", total=None)
 
-            def update(name: str, done: int, total: int) -> None:
-                bar.update(task, description=name, completed=done, total=total)
-                if done == total:
-                    bar.stop()
+        def update(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name, completed=done, total=total)
+            if done < total:
+                bar.start()
+            else:
+                bar.stop()
 
+        try:
             yield update
+        finally:
+            bar.stop()

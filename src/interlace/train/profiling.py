@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from interlace.ranks.agree import check_agreement
 from interlace.ranks.signals import StopFlag, agreed
 from interlace.ranks.small_collectives import broadcast_text, is_first_rank, largest
 from interlace.report.cost_tables import cost_summary
+from interlace.start_progress import shown
 from interlace.train.opening import open_graphs
 from interlace.train.worker import run_rank
 
@@ -36,6 +38,9 @@ STOPPED = 130
 FEWEST_PASSES, MOST_PASSES = 5, 40
 PASSES_BUDGET_NS = 5e9
 """Time for the steps in which every operator is measured alone."""
+
+TRACED = 3
+"""Stages before anything is measured, as a bar counts them: data, model, trace."""
 
 Progress = Callable[[str, int, int], None]
 """Called as (what is measured now, measurements done, of how many)."""
@@ -70,7 +75,8 @@ def profile_command(config: RunConfig, output: Path, *, again: bool, progress: P
 
 
 def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag) -> int:
-    setup, compilation, constants = open_graphs(config)
+    with shown(TRACED) if is_first_rank() else nullcontext():
+        setup, compilation, constants = open_graphs(config)
     strands = compilation.candidates.whole
     check_agreement({"data": setup.dataset.digest, "graph": strands.digest})
     machine = machine_id(setup.device.type, link_label(config.link))
