@@ -138,7 +138,8 @@ def test_reading_metrics_needs_no_torch() -> None:
 
 
 def test_step_line_has_what_is_there() -> None:
-    """All fields in order; absent and None fields leave no trace; NaN is shown as it is."""
+    """All fields in order; absent and None fields leave no trace; NaN is shown as it is. No line is
+    wider than a terminal, whatever a run shows."""
     values = {
         "step": 12,
         "steps": 150,
@@ -152,12 +153,18 @@ def test_step_line_has_what_is_there() -> None:
         "grad_norm": 0.92,
     }
     assert step_line(values) == (
-        "step    12/150  loss 2.913  4.20 bits/byte  31,204 tokens/s  step 131 ms  "
-        "exposed 12 ms (9 %)  MFU 41.2 %  lr 2.1e-03  grad 0.92"
+        "step    12/150  loss 2.913  31,204 tok/s  131 ms  lr 2.1e-03  grad 0.92\n"
+        "                MFU 41.2 %  exposed 12 ms (9 %)"
     )
+    large = {"step": 123_456, "steps": 200_000, "tokens_per_s": 12_345_678.0, "step_ms": 123_456.0}
+    lines = step_line(
+        {**values, **large, "expert_imbalance": 12.5, "bubble_fraction": 0.1, "exposed_ms": 9999.0}
+    ).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 2
     assert step_line({"step": 3, "loss": math.nan, "mfu": None}) == "step     3  loss nan"
     assert step_line({"exposed_ms": 1.25, "step_ms": 9.0, "event": "step"}) == (
-        "step 9.00 ms  exposed 1.25 ms (14 %)"
+        "9.00 ms  exposed 1.25 ms (14 %)"
     )
 
 

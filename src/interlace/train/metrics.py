@@ -14,6 +14,9 @@ from interlace.errors import InputError, RunError
 from interlace.model_config import ModelConfig, expert_width_of, head_size_of
 from interlace.run_files import METRICS, TENSORBOARD, change_each
 
+COLUMNS = 80
+"""Of a terminal as it opens; longer lines wrap in the middle of a number."""
+_GAP = "  "
 WHOLE_MS = 10
 """Durations from here on are shown in whole milliseconds."""
 FEED_FORWARD_MATRICES = {"llama": 3, "gpt": 2, "moe": 3}
@@ -45,34 +48,40 @@ def model_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: 
 
 
 def step_line(values: Mapping[str, Any]) -> str:
-    """One readable line for a step; a field that is absent or None is left out.
+    """A step for people, in lines of at most `COLUMNS` columns: what one has no room for begins a
+    further one, below the first field. A field that is absent or None is left out.
 
-    Keys: step, steps, loss, bits_per_byte, tokens_per_s, step_ms, exposed_ms, bubble_fraction and
-    mfu (0..1), lr, grad_norm, expert_imbalance. Others are ignored.
+    Keys: step, steps, loss, tokens_per_s, step_ms, lr, grad_norm, mfu (0..1), expert_imbalance,
+    exposed_ms and bubble_fraction. Others are ignored.
     """
-    parts = []
+    begin = ""
     if (step := values.get("step")) is not None:
         steps = values.get("steps")
-        parts.append(f"step {step:>5}" + (f"/{steps}" if steps is not None else ""))
-    exposed_ms, step_ms = values.get("exposed_ms"), values.get("step_ms")
-    fields: list[tuple[str, str]] = [
-        ("loss", "loss {:.3f}"),
-        ("bits_per_byte", "{:.2f} bits/byte"),
-        ("tokens_per_s", "{:,.0f} tokens/s"),
-    ]
-    parts += _present(values, fields)
+        begin = f"step {step:>5}" + (f"/{steps}" if steps is not None else "") + _GAP
+    lines: list[list[str]] = [[]]
+    for field in _fields(values):
+        if len(begin + _GAP.join([*lines[-1], field])) > COLUMNS:
+            lines.append([])
+        lines[-1].append(field)
+    return f"\n{' ' * len(begin)}".join([begin + _GAP.join(lines[0]), *map(_GAP.join, lines[1:])])
+
+
+def _fields(values: Mapping[str, Any]) -> list[str]:
+    """What is known of a step, as it is shown, what every step has first."""
+    step_ms, exposed_ms = values.get("step_ms"), values.get("exposed_ms")
+    parts = _present(values, [("loss", "loss {:.3f}"), ("tokens_per_s", "{:,.0f} tok/s")])
     if step_ms is not None:
-        parts.append(f"step {_ms(step_ms)}")
+        parts.append(_ms(step_ms))
+    parts += _present(values, [("lr", "lr {:.1e}"), ("grad_norm", "grad {:.2f}")])
+    if (mfu := values.get("mfu")) is not None:
+        parts.append(f"MFU {100 * mfu:.1f} %")
+    parts += _present(values, [("expert_imbalance", "experts {:.2f}x")])
     if exposed_ms is not None:
         share = f" ({exposed_ms / step_ms:.0%})".replace("%", " %") if step_ms else ""
         parts.append(f"exposed {_ms(exposed_ms)}{share}")
     if (bubble := values.get("bubble_fraction")) is not None:
         parts.append(f"bubble {100 * bubble:.1f} %")
-    if (mfu := values.get("mfu")) is not None:
-        parts.append(f"MFU {100 * mfu:.1f} %")
-    parts += _present(values, [("lr", "lr {:.1e}"), ("grad_norm", "grad {:.2f}")])
-    parts += _present(values, [("expert_imbalance", "experts {:.2f}x")])
-    return "  ".join(parts)
+    return parts
 
 
 def _present(values: Mapping[str, Any], fields: list[tuple[str, str]]) -> list[str]:
