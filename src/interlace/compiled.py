@@ -161,8 +161,8 @@ class Compilation:
         """`plan`, which was made for these graphs. Raises InputError if it was not."""
         if plan.graph_digest != strands.digest:
             raise InputError(
-                f"plan.file = {self._settings.plan.file!r} was made for graph "
-                f"{plan.graph_digest}, and this run has graph {strands.digest}",
+                f"the plan in {self._settings.plan.file!r} was made for graph "
+                f"{plan.graph_digest}, and here is graph {strands.digest}",
                 hint=_OTHER_GRAPH + (_BY_TIMES if strands.listing is not None else ""),
             )
         return plan

@@ -8,6 +8,7 @@ from test_hf_trainer import bert
 from torch import Tensor, nn
 
 import interlace
+from interlace import start_progress
 from interlace.config import PlanConfig
 from interlace.errors import InputError
 
@@ -69,5 +70,31 @@ def test_a_recorded_step_and_a_single_micro_batch() -> None:
     with pytest.raises(InputError, match="not 1") as found:
         step([(torch.ones(2, 4),)])
     assert found.value.hint == (
-        "give the step two micro-batches or more (train.micro_batches), or set strands to 1"
+        "give the step two micro-batches or more (in a run file train.micro_batches), or set "
+        "strands to 1"
     )
+
+
+def test_a_slow_compilation_says_what_it_works_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On standard error, after some silence; a fast one says nothing."""
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    given = (layers, lambda m, x: m(x).sum(), (torch.ones(2, 4),))
+    interlace.compile_step(*given, config=QUICK)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(start_progress, "QUIET_S", 0.005)
+    interlace.compile_step(*given, config=QUICK)
+    said = capsys.readouterr().err.splitlines()
+    assert "compile_step: tracing the module: 0 s, 0 s since the start" in said
+
+
+def test_a_bound_of_memory_names_what_the_caller_has() -> None:
+    """In words of `compile_step` beside those of run files, of which its callers have none."""
+    layer = nn.Linear(64, 64)
+    tight = PlanConfig(cluster="h100", search="list", memory_mib=0.001)
+    with pytest.raises(InputError, match="more than the bound") as found:
+        interlace.compile_step(
+            layer, lambda m, x: m(x).square().sum(), (torch.ones(64, 64),), config=tight
+        )
+    assert "compile_step(config=PlanConfig(memory_mib=" in found.value.hint

@@ -14,8 +14,8 @@ def two_strand(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[A
     if micro_batches < 2:
         raise InputError(
             f"two strands need at least two micro-batches per step, not {micro_batches}",
-            hint="give the step two micro-batches or more (train.micro_batches), or set strands "
-            "to 1",
+            hint="give the step two micro-batches or more (in a run file train.micro_batches), or "
+            "set strands to 1",
         )
     if chunks != 1 or ranks != 1:
         what = f"one chunk on a rank, not {chunks}" if chunks != 1 else f"one stage, not {ranks}"

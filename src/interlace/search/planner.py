@@ -221,8 +221,9 @@ def _too_large(problem: Problem, order: tuple[str, ...]) -> InputError:
     return InputError(
         f"phase {problem.graph.name!r} needs {peak:,} bytes for values of its graphs, "
         f"{peak - problem.memory_bytes:,} more than the bound of {problem.memory_bytes:,}",
-        hint=f"set plan.memory_mib to {-(-least // 2**20)} or more, lower train.micro_batch_size, "
-        "or use one strand",
+        hint=f"allow {(mib := -(-least // 2**20))} MiB or more (plan.memory_mib of a run file, "
+        f"compile_step(config=PlanConfig(memory_mib={mib}))), make micro-batches smaller, or set "
+        "strands to 1",
     )
 
 
