@@ -31,7 +31,8 @@ NO_DROPOUT = {
     "attention_probs_dropout_prob": 0.0,
 }
 BOUND = 1e-5
-"""Of gradients in float64: the models' own code takes norms, softmax and angles in float32."""
+"""Of gradients in float32, which experts have; all others are in float64, with the bound of `Case`.
+"""
 
 
 def model(kind: str, head: str = "ForCausalLM", **changes: Any) -> Callable[[], nn.Module]:

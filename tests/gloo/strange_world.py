@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class Case:
     name: str
     make: Callable[[], nn.Module]
     """The whole module, with seeded weights."""
-    batch: Callable[[], Batch]
+    batch: Callable[[], Any]
     """One micro-batch, drawn anew at each call."""
     loss: Callable[..., Tensor] = squares
     lay_out: Callable[[nn.Module, DeviceMesh], object] | None = None
@@ -60,6 +61,11 @@ class Case:
     """Pattern of the refusal; empty if the numbers must be right."""
     bound: float = 1e-10
     """Largest difference of a gradient over the largest gradient; the default is for float64."""
+    axis: str = "tp"
+    """Name of the mesh's dimension over which `lay_out` lays the module out."""
+    tell: Callable[[nn.Module, interlace.Step, int], object] | None = None
+    """Gives the twin what the next step will draw at random; the number is that of the ranks that
+    share the micro-batches."""
 
 
 class Wrong(Exception):
@@ -160,10 +166,12 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
-def eager(case: Case, twin: nn.Module, batches: list[Batch]) -> list[Tensor]:
+def eager(case: Case, twin: nn.Module, batches: list[Any]) -> list[Tensor]:
     losses = []
     for batch in batches:
-        loss = case.loss(twin, *batch)
+        loss = (
+            case.loss(twin, *batch) if isinstance(batch, (tuple, list)) else case.loss(twin, batch)
+        )
         (loss / len(batches)).backward()
         losses.append(loss.detach())
     return losses
@@ -211,7 +219,7 @@ def mesh_of(case: Case) -> DeviceMesh | None:
     world = int(os.environ["WORLD_SIZE"])
     if world == 1 and case.lay_out is None:
         return None
-    name = "dp_replicate" if case.lay_out is None else "tp"
+    name = "dp_replicate" if case.lay_out is None else case.axis
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return init_device_mesh("cpu", (world,), mesh_dim_names=(name,))

@@ -1,9 +1,10 @@
 """Architectures of transformers and of torch, trained by a compiled step and by eager PyTorch.
 
-Every row of the table in `architectures.py` takes four optimizer steps on one rank. On two do those
-whose models publish a plan, by transformers' own tensor parallelism, and one or more of each kind
-on replicas that share its micro-batches. Losses, whole gradients and weights must be those of an
-eager twin, or the module is refused before the first step, with the reason and the line.
+Every row of the tables in `architectures.py` and `habits.py` takes four optimizer steps on one
+rank. On two do those whose models publish a plan, by transformers' own tensor parallelism, and one
+or more of each kind on replicas that share its micro-batches. Losses, whole gradients and weights
+must be those of an eager twin, or the module is refused before the first step, with the reason and
+the line.
 """
 
 import os
@@ -11,10 +12,12 @@ import re
 import warnings
 from collections.abc import Callable
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 import torch
-from architectures import CASES, ON_TWO_RANKS, PLANNED
+from architectures import BY_PLAN, CASES, ON_TWO_RANKS, PLANNED
+from habits import HABITS
 from processes import gloo_group, run_ranks
 from strange_world import (
     MICRO_BATCHES,
@@ -35,6 +38,11 @@ import interlace
 from interlace.errors import InterlaceError
 
 STEPS = 4
+ROWS = {1: [*CASES, *HABITS], 2: [*ON_TWO_RANKS, *HABITS]}
+"""By number of ranks."""
+REFUSAL = r"refused: InputError: [^\n]{15,300}(\n  \S+:\d+, in [^\n]+)?\nhint: [^\n]+"
+"""The reason, then the line of the source if one is known, then what to do, and no dump of
+anything."""
 NOT_NOISE = 1e-3
 """The epsilon of optimizers that divide by a gradient's size: where the true gradient is 0, as that
 of a key's bias, they would make whole steps of rounding."""
@@ -72,6 +80,8 @@ def trained(case: Case, make: Callable[..., torch.optim.Optimizer]) -> None:
     step = interlace.compile_step(module, case.loss, batches[0], mesh=mesh, config=QUICK)
     optimizers = [make(each.parameters()) for each in (module, twin)]
     for number in range(1, STEPS + 1):
+        if case.tell is not None:
+            case.tell(twin, step, mine.step or 1)
         wanted = eager(case, twin, batches)
         step(batches[mine])
         compare_losses(case, number, step.losses, wanted[mine])
@@ -93,16 +103,16 @@ def every_case(names: list[str]) -> dict[str, str]:
     """In a rank: what comes of each case."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of transformers, which runs without optional kernels
-    cases = ON_TWO_RANKS if os.environ["WORLD_SIZE"] == "2" else CASES
+    rows = ROWS[int(os.environ["WORLD_SIZE"])]
     with gloo_group():
         return {
             case.name: outcome(case, optimizer)
-            for case, optimizer in zip(cases, cycle(OPTIMIZERS), strict=False)
+            for case, optimizer in zip(rows, cycle(OPTIMIZERS), strict=False)
             if not names or case.name in names
         }
 
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for all modules on 1 and 2 ranks
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all modules on 1 and 2 ranks
 
 
 @pytest.fixture(scope="module")
@@ -110,31 +120,37 @@ def found() -> dict[int, list[dict[str, str]]]:
     """Outcomes by number of ranks, by rank, by case."""
     results = {}
     for ranks in (1, 2):
-        done = run_ranks("test_architectures:every_case", ranks, args=[[]], timeout_s=400)
+        done = run_ranks("test_architectures:every_case", ranks, args=[[]], timeout_s=280)
         results[ranks] = [result.value for result in done]
     return results
 
 
 def test_the_table_is_large() -> None:
-    """No row hides behind another's name, and nobody thins the table out unseen."""
-    names = {case.name for case in (*CASES, *PLANNED)}
-    assert len(names) == len(CASES) + len(PLANNED)
-    assert sum(not case.refused for case in CASES) >= 30
+    """No row hides behind another's name, nobody thins the table out unseen, and what is said of
+    its size is so."""
+    names = {case.name for case in (*CASES, *PLANNED, *HABITS)}
+    assert len(names) == len(CASES) + len(PLANNED) + len(HABITS)
+    trained = {case.name.removesuffix(BY_PLAN) for case in (*CASES, *PLANNED) if not case.refused}
+    on_two = {case.name.removesuffix(BY_PLAN) for case in ON_TWO_RANKS if not case.refused}
+    assert len(on_two) >= 20
+    for file in ("CHANGELOG.md", "tests/README.md"):
+        text = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
+        assert f"{len(trained)} architectures of `transformers` and of torch" in text, file
 
 
 @pytest.mark.parametrize(
     ("case", "ranks"),
-    [(case, 1) for case in CASES] + [(case, 2) for case in ON_TWO_RANKS],
+    [(case, ranks) for ranks, rows in ROWS.items() for case in rows],
     ids=lambda value: value.name if isinstance(value, Case) else str(value),
 )
 def test_trains_as_eager_pytorch_does_or_is_refused(
     case: Case, ranks: int, found: dict[int, list[dict[str, str]]]
 ) -> None:
-    """A refusal has the reason, the line of the source and a hint."""
+    """A refusal has the reason first, then the line of the source, and a hint."""
     for of_rank in found[ranks]:
         outcome = of_rank[case.name]
         if not case.refused:
             assert outcome == RIGHT
         else:
             assert re.search(f"(?s)^refused: InputError.*{case.refused}", outcome), outcome
-            assert "hint: " in outcome
+            assert re.fullmatch(REFUSAL, outcome), outcome
