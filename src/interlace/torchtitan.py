@@ -13,14 +13,17 @@ Trainer's own code. Another trainer becomes such a one by `class Mine(Interleave
 """
 
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchtitan import models
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.models import _supported_models
@@ -103,7 +106,7 @@ class InterleavedSteps:
     """Whether collectives are cut into sends; None for no."""
 
     def __init__(self, config: Trainer.Config) -> None:
-        _refuse_unknown(config)
+        refuse_unknown(config)
         super().__init__(config)  # type: ignore[call-arg]
         trainer: Any = self
         if self.strands > 1 and trainer.gradient_accumulation_steps == 1:
@@ -258,8 +261,9 @@ def _put(parent: Any, place: Any, value: Any) -> None:
         setattr(parent, place, value)
 
 
-def _refuse_unknown(config: Trainer.Config) -> None:
-    """Raise InputError for settings that change what Trainer does beside a backward."""
+def refuse_unknown(config: Trainer.Config) -> None:
+    """Raise InputError for settings that change what Trainer does beside a backward, or parts of a
+    model that the step does not have; nothing is built for that."""
     parallel, model = config.parallelism, config.model_spec and config.model_spec.model
     refused = {
         "pipeline_parallel_degree": (parallel.pipeline_parallel_degree, 1),
@@ -352,8 +356,13 @@ def __getattr__(name: str) -> Callable[[], TitanTrainer.Config]:
 
 
 def _modules_of(name: str) -> list[str]:
-    """Modules of torchtitan in which a recipe of this name may be, by its first word."""
-    word = name.removeprefix("sft_").partition("_")[0]
-    known = [each for each in _supported_models if word in each or each.partition("_")[0] in word]
-    others = ["llama3"] if name.startswith("sft_") else []
-    return [f"torchtitan.models.{each}.config_registry" for each in [*sorted(known), *others]]
+    """Modules of torchtitan that define a recipe of this name. Their files are read and not
+    imported, as some of them need packages that the others do without; no word of the name says
+    where it is (`moonlight_16b_a3b` is in kimi_k2_7)."""
+    defined = re.compile(rf"^def {re.escape(name)}\(", re.MULTILINE)
+    found = []
+    for model in sorted(_supported_models):
+        file = Path(models.__path__[0], model, "config_registry.py")
+        if file.is_file() and defined.search(file.read_text(encoding="utf-8")):
+            found.append(f"{models.__name__}.{model}.config_registry")
+    return found
