@@ -1,4 +1,5 @@
-"""Ask HolisticTraceAnalysis how much communication the traces of the tests hide.
+"""Ask HolisticTraceAnalysis how much communication the traces of the tests hide: drawn ones, two
+of HTA's own tests (tests/pure/hta_traces), and what `interlace explain --kineto` writes.
 
     python -m venv hta && hta/bin/pip install HolisticTraceAnalysis==0.5.0 'pandas<3' cattrs
     PYTHONPATH=src:tests/pure HTA_DISABLE_NS_ROUNDING=1 hta/bin/python scripts/ask_hta.py
@@ -15,12 +16,13 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from kineto_traces import random_trace, recorded_step
+from kineto_traces import digest_of, random_trace, recorded_step
 
 from interlace.explain.kineto_writer import write_kineto
 from interlace.explain.run_trace import RecordedRun
 
-ANSWERS = Path(__file__).parents[1] / "tests" / "pure" / "hta_answers.json"
+PURE = Path(__file__).parents[1] / "tests" / "pure"
+ANSWERS, REAL = PURE / "hta_answers.json", PURE / "hta_traces"
 SEEDS = range(24)
 """Traces of whole microseconds from even seeds, with nanoseconds from odd ones."""
 
@@ -50,8 +52,16 @@ def main() -> None:
         }
         timelines = {mode: {0: recorded_step(mode)} for mode in ("1", "2")}
         run = RecordedRun(folder, timelines, {"tp": 2}, {})
-        ours = {path.parent.name: overlap(path) for path in write_kineto(run, folder / "ours")}
-    answers = {"version": "0.5.0", "drawn": drawn, "recorded": ours}
+        written = write_kineto(run, folder / "ours")
+        ours = {path.parent.name: overlap(path) for path in written}
+        digests = {path.parent.name: digest_of(path) for path in written}
+    answers = {
+        "version": "0.5.0",
+        "drawn": drawn,
+        "real": {path.name: overlap(path) for path in sorted(REAL.glob("*.json.gz"))},
+        "recorded": ours,
+        "digests of recorded": digests,
+    }
     ANSWERS.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")
 
 

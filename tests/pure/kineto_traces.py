@@ -2,6 +2,7 @@
 that asks HolisticTraceAnalysis about them."""
 
 import gzip
+import hashlib
 import json
 import random
 from dataclasses import dataclass, field
@@ -173,3 +174,8 @@ def recorded_step(strands: str = "1", rank: int = 0) -> Timeline:
                     now = end
     spans.append(Span("adamw", "elementwise", "compute", now, now + 1_000_000))
     return Timeline(strands, rank, tuple(spans))
+
+
+def digest_of(path: Path) -> str:
+    """Of what a compressed trace holds, whatever packed it."""
+    return hashlib.sha256(gzip.decompress(path.read_bytes())).hexdigest()[:16]

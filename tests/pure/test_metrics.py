@@ -161,7 +161,7 @@ def test_step_line_has_what_is_there() -> None:
         {**values, **large, "expert_imbalance": 12.5, "bubble_fraction": 0.1, "exposed_ms": 9999.0}
     ).splitlines()
     assert max(map(len, lines)) <= 80
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert step_line({"step": 3, "loss": math.nan, "mfu": None}) == "step     3  loss nan"
     assert step_line({"exposed_ms": 1.25, "step_ms": 9.0, "event": "step"}) == (
         "9.00 ms  exposed 1.25 ms (14 %)"
