@@ -15,7 +15,9 @@ Trainer's own code. Another trainer becomes such a one by `class Mine(Interleave
 import importlib
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -346,13 +348,37 @@ def __getattr__(name: str) -> Callable[[], TitanTrainer.Config]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, function = name.rpartition(".")
     for each in [module] if module else _modules_of(name):
-        found = getattr(importlib.import_module(each), function, None)
+        with _told_as_ours(name):
+            found = getattr(importlib.import_module(each), function, None)
         if callable(found):
-            return lambda: interleaved(found())
+            return partial(_of_function, name, found)
     raise AttributeError(
         f"torchtitan has no recipe {name!r}: give the name of one of its models' config_registry, "
         "or package.module.function"
     )
+
+
+def _of_function(name: str, function: Callable[[], Any]) -> TitanTrainer.Config:
+    with _told_as_ours(name):
+        recipe = function()
+    return interleaved(recipe)
+
+
+@contextmanager
+def _told_as_ours(name: str) -> Iterator[None]:
+    """What torchtitan says of a recipe that it cannot make here, as it would without Interlace."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"recipe {name!r} needs {error.name or error}, which cannot be imported",
+            hint="install the package that has it: without interlace.torchtitan too",
+        ) from error
+    except ValueError as error:
+        raise InputError(
+            f"recipe {name!r} cannot be made here: {error}",
+            hint="that is torchtitan's word, which it gives without interlace.torchtitan too",
+        ) from error
 
 
 def _modules_of(name: str) -> list[str]:

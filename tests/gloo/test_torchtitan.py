@@ -1,12 +1,14 @@
 """torchtitan's trainer with interleaved micro-batches against itself without."""
 
 import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import run_ranks
-from titan_on_cpu import SITE, mask, prepare, recipe, trainers, world
+from titan_on_cpu import SITE, allow_every_recipe, mask, prepare, recipe, trainers, world
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -100,6 +102,10 @@ def refused(folder: str) -> dict[str, str]:
     tied.parallelism.tensor_parallel_degree = 2
     found["tied"] = _error(tied.build)
     found["matmuls"] = _error(lambda: interleaved(llama3_debugmodel_dist_gemm()).build())
+    from interlace import torchtitan as ours
+
+    found["machine"] = _error(getattr(ours, "test_torchtitan.wants_more"))
+    found["package"] = _error(lambda: getattr(ours, "of_nobody.recipes.mine"))
     found["windows"] = _error(lambda: interleaved(gpt_oss_debugmodel()).build())
     return found
 
@@ -119,7 +125,55 @@ REFUSED = {
     "tied": "ties its embedding to its head",
     "matmuls": "communicates inside of its matmuls",
     "windows": "has experts",
+    "machine": "cannot be made here: MXFP8 is only supported on SM100",
+    "package": "needs of_nobody, which cannot be imported",
 }
+
+
+def of_every_recipe() -> dict[str, str]:
+    """What each recipe in torchtitan's wheel is refused with; empty if it is taken."""
+    import torchtitan
+
+    from interlace import torchtitan as ours
+
+    allow_every_recipe()
+    folder = Path(torchtitan.__path__[0])
+    found = {}
+    for file in sorted(folder.glob("models/*/config_registry.py")):
+        for name in re.findall(r"^def ([a-z]\w*)\(\) -> ", file.read_text(), re.MULTILINE):
+            assert name not in found
+            found[name] = _error(lambda name=name: ours.refuse_unknown(getattr(ours, name)()))
+    return found
+
+
+TAKEN = (
+    "llama3_debugmodel", "llama3_debugmodel_varlen_attn", "llama3_debugmodel_ce_loss", "llama3_8b",
+    "llama3_70b", "sft_debugmodel", "qwen3_debugmodel", "qwen3_debugmodel_flex_flash",
+    "qwen3_debugmodel_non_fused_qkv", "qwen3_0_6b", "qwen3_1_7b", "qwen3_14b", "qwen3_32b",
+    "sft_qwen3_8b_math",
+)  # fmt: skip
+"""Of the recipes in torchtitan's wheel."""
+REASONS = (
+    "has experts", "expert_parallel_degree", "pipeline_parallel_degree", "quantized layers",
+    "communicates inside of its matmuls", "attention masks of its own", "not one of torchtitan's",
+)  # fmt: skip
+"""Why the others are refused: one of these each."""
+
+
+def check_recipes(found: dict[str, str]) -> None:
+    """Every recipe is taken, or refused with a reason that this module knows."""
+    assert len(found) > 60
+    assert {name for name, error in found.items() if not error} == set(TAKEN)
+    for name, error in found.items():
+        assert name in TAKEN or any(reason in error.splitlines()[0] for reason in REASONS), error
+    text = (Path(__file__).parents[2] / "docs/guides/torchtitan.md").read_text(encoding="utf-8")
+    for name in TAKEN:
+        assert f"`{name}`" in text, name
+
+
+def wants_more() -> Any:
+    """A recipe that torchtitan cannot make on this machine."""
+    raise ValueError("MXFP8 is only supported on SM100 or later")
 
 
 def _error(call: Any) -> str:
@@ -178,6 +232,8 @@ def ranks(folder: str, number: int) -> dict[str, Any]:
             found |= {"refused": refused(folder), "built": command_line()}
             found["flex"] = attention_is_flex()
         found["equal"] = {name: equal(folder, each) for name, each in CASES[number].items()}
+        if number == 1:
+            found["recipes"] = of_every_recipe()
     return found
 
 
@@ -197,3 +253,4 @@ def test_losses_norms_and_weights_are_those_of_torchtitan(
         assert value["refused"].keys() == REFUSED.keys()
         for name, part in REFUSED.items():
             assert part in value["refused"][name], (name, value["refused"][name])
+        check_recipes(value["recipes"])

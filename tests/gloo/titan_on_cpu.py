@@ -6,7 +6,8 @@ trainer that is compared with has `PackedAttention` as ours has, and is given a 
 cannot scale and sum at once, so FSDP2 is told to sum.
 """
 
-import importlib
+import importlib.abc
+import importlib.machinery
 import logging
 import os
 import sys
@@ -47,6 +48,34 @@ def prepare() -> None:
 
     metrics.build_device_memory_monitor = Memory  # type: ignore[assignment]
     torch.cpu.get_device_name = lambda device=None: "cpu"  # type: ignore[attr-defined]
+
+
+class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands for packages that recipes import and nothing here runs: pictures, linear attention."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] in ("torchvision", "fla"):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module: Any = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: type(name, (), {}) if name[0] != "_" else None
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def allow_every_recipe() -> None:
+    """Let recipes be made that want newer GPUs, or packages that the tests do without."""
+    # Before there is a torchvision, into which transformers would look.
+    importlib.import_module("torchtitan.models.flux.config_registry")
+    parts = [f"components.quantization.{name}" for name in ("mx", "nvfp4", "float8")]
+    for part in ("tools.utils", *parts):
+        module: Any = importlib.import_module(f"torchtitan.{part}")
+        module.has_cuda_capability = lambda *_: True
+    sys.meta_path.append(Missing())
 
 
 class Memory:
