@@ -228,7 +228,7 @@ def _trace(
         example = sharded.fake_inputs(example)
     trace = partial(
         build_strands, chunk, example, axis_of_group(mesh), data=data, buffer_dtype=dtype,
-        wide_sums=wide_sums(example[0].device), watch=True, repeat=sharded is None,
+        wide_sums=wide_sums(example[0].device), watch=True, repeat=True,
         groups=None if sharded is None else sharded.layout,
     )  # fmt: skip
 

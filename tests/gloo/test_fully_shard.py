@@ -40,6 +40,8 @@ from interlace.errors import InputError
 
 QUICK = PlanConfig(cluster="h100", search="list")
 VOCABULARY, WIDTH, BATCHES, STEPS = 33, 16, 3, 2
+DEEP = 10
+"""Blocks of which a few are traced and the others copied."""
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 ROUNDING = 1e-6
@@ -82,13 +84,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks; 33 rows and a scale of one number cannot be cut evenly."""
+    """Two blocks or more; 33 rows and a scale of one number cannot be cut evenly."""
 
-    def __init__(self, vocabulary: int = VOCABULARY, *, tied: bool = False) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY, *, tied: bool = False, depth: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens = nn.Embedding(vocabulary, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
         self.scale = nn.Parameter(torch.ones(1))
@@ -117,6 +119,7 @@ class Case:
     tied: bool = False
     frozen: bool = False
     axes: tuple[str, ...] = ("dp",)
+    depth: int = 2
     strands: int = 2
     named_mesh: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -139,6 +142,7 @@ TWO_RANKS = {
     "other dimension": Case(options={"shard_placement_fn": second_dimension}),
     "list": Case(together=True),
     "frozen": Case(frozen=True),
+    "deep": Case(depth=DEEP, options={"mp_policy": BF16}),
 }
 
 
@@ -164,7 +168,7 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> None:
 
 
 def built(case: Case, mesh: DeviceMesh) -> Model:
-    model = Model(34 if "tp" in case.axes else VOCABULARY, tied=case.tied)
+    model = Model(34 if "tp" in case.axes else VOCABULARY, tied=case.tied, depth=case.depth)
     model.blocks[0].requires_grad_(not case.frozen)
     if "tp" in case.axes:
         tensor_parallel(model, mesh["tp"])
@@ -221,6 +225,7 @@ def differences(case: Case, mesh: DeviceMesh, data_rank: int) -> dict[str, float
         ours, loss_of, batches_of(0, data_rank)[0], strands=case.strands, config=QUICK,
         mesh=mesh if case.named_mesh or "tp" in case.axes else None,
     )  # fmt: skip
+    assert step.strands.not_repeated == ""
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, theirs)]
     far = dict.fromkeys(("loss", "gradient", "weight", "evaluated"), 0.0)
     for number in range(STEPS + 1):

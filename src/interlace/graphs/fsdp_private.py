@@ -81,7 +81,7 @@ class FullyShardedModule:
                 table[key] = value
 
     def _made_plain(self) -> list[tuple[dict[Any, Any], Any, Any]]:
-        """(dictionary, key, value while it is traced): of hooks, and of weights."""
+        """(dictionary, key, value while it is traced): of hooks, FSDP2's states and weights."""
         swaps: list[tuple[dict[Any, Any], Any, Any]] = []
         for state in self._states:
             before, after = _casts(state._mp_policy)
@@ -92,6 +92,13 @@ class FullyShardedModule:
                     hooks = one.hooks_dict_ref()
                     is_before = any(hooks is table for table in inputs)
                     swaps.append((hooks, one.id, before if is_before else after))
+            # Each block's own, by which equal blocks would be told apart (`graphs.blocks`).
+            swaps += [
+                (table, key, None)
+                for module in state._modules
+                for table in vars(module).values() if isinstance(table, dict)
+                for key, value in table.items() if value is state
+            ]  # fmt: skip
         for group in self._groups:
             for each in group.fsdp_params:
                 whole, at = self._whole(each), each._module_info
