@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import interlace
 from interlace.cli.run_file import load_run_config
 
+ON_RANKS = "needs two processes"
+"""Why a block is not among those that one process runs."""
 FEW = {"train.steps": "1", "train.evaluate_batches": "1", "data.held_out": "0.01"}
 
 
@@ -165,3 +167,16 @@ def run_page(page: str, folder: str) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return len(todo)
+
+
+def run_on_ranks(page: str, folder: str, changes: dict[str, str]) -> None:
+    """A child, one of several: run the Python blocks of a page that need others of its kind, with
+    these parts of their text replaced by smaller ones."""
+    os.chdir(folder)
+    for block in blocks(page, "python"):
+        if block.not_run == ON_RANKS:
+            text = block.text
+            for old, new in changes.items():
+                assert old in text
+                text = text.replace(old, new)
+            exec(compile("\n" * block.line + text, page, "exec"), {"__name__": "__main__"})

@@ -16,7 +16,7 @@ import pytest
 from docs_blocks import PAGES, ROOT, Block, blocks
 from processes import run_ranks
 
-from interlace.cli.app import build_app
+from interlace.cli.app import build_app, run
 from interlace.cli.bench import bench_summaries
 from interlace.cli.options import in_words_of_run_files
 from interlace.cli.run_file import load_run_config
@@ -82,6 +82,24 @@ def test_python_runs(page: str, tmp_path: Path) -> None:
         args = [page, str(tmp_path)]
         [result] = run_ranks("docs_world:run_page", 1, args=args, timeout_s=LONGEST_S)
         assert result.value == len(todo)
+
+
+def test_the_worked_example_of_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On two ranks, with narrower layers: `explain` finds the collectives that the page shows, and
+    says the same things about them."""
+    page = "docs/guides/explain.md"
+    args = [page, str(tmp_path), {"512": "32"}]
+    run_ranks("docs_world:run_on_ranks", 2, args=args, timeout_s=LONGEST_S)
+    assert run(["explain", str(tmp_path / "traces")]) == 0
+    said = capsys.readouterr().out
+    [shown] = [each.text for each in blocks(page, "text") if "all_reduce" in each.text]
+    for line in (r"Rank \d, 2 steps, ProfilerStep#3 to ProfilerStep#4:", "Communication of a step"):
+        assert re.search(line, said)
+        assert re.search(line, shown)
+    calls = r"(all_\w+) +default_pg +(\d+) +(\d+) "
+    assert sorted(re.findall(calls, said)) == sorted(re.findall(calls, shown))
+    for title in re.findall(r"^(?:collective|rank) .*", shown, re.MULTILINE):
+        assert title.split() in [line.split() for line in said.splitlines()]
 
 
 def test_loops_clear_their_gradients() -> None:
