@@ -59,7 +59,7 @@ from interlace.runtime.step_inputs import check_example, check_loss, check_modul
 from interlace.runtime.step_ranks import StepRanks
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.runtime.user_module import LossFunction, ModuleWithLoss, UserModule
-from interlace.schedules.finder import Schedule, ScheduleFunction, find
+from interlace.schedules.finder import Schedule, ScheduleFunction, find, of_strands
 from interlace.schedules.stage import StageSchedule
 from interlace.step import Draws, Step
 
@@ -272,7 +272,7 @@ def _schedule(schedule: str | ScheduleFunction, strands: int, on: StepRanks) -> 
     if strands not in (1, 2):
         raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
     if on.pipeline is None:
-        found = find(schedule or ("one_strand", "two_strand")[strands - 1])
+        found = find(schedule) if schedule else of_strands(strands)
     else:
         ranks, rank = on.pipeline
         if not schedule:
@@ -326,7 +326,7 @@ def _step(
 ) -> Step:
     """The step by this schedule: in traced order, by the user's own plan, or by measured times."""
     draws = Draws(seed=torch.initial_seed(), data_rank=data_rank)
-    if schedule.name == "one_strand" and schedule.is_alone:
+    if schedule == of_strands(1):
         strands = compilation.candidates.whole
         plan = strands.sequential
     else:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.rules import check
+from interlace.schedules.finder import split_options
 from interlace.strategy.chunk_cuts import split_names
 from interlace.strategy.job_layout import JobLayout, with_layout
 from interlace.strategy.layout_space import LayoutSpace
-from interlace.strategy.lower_bounds import Bounds, bound_or_none, interleaves
+from interlace.strategy.lower_bounds import Bounds, bound_or_none
 from interlace.strategy.rank_memory import MemoryParts
+from interlace.strategy.schedule_facts import interleaves
 from interlace.strategy.simulated_job import SimulatedJob, simulate_job
 from interlace.strategy.steady_step import SteadyStep, steady_step
 
@@ -176,7 +178,7 @@ class _Queue:
 
 
 def _alike(layout: JobLayout) -> tuple[object, ...]:
-    name = layout.schedule.partition("(")[0]
+    name, _ = split_options(layout.schedule)
     split = layout.tensor, layout.context, layout.context_method, layout.expert, layout.pipeline
     return *split, layout.micro_batch, layout.recompute, name
 

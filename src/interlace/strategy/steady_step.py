@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from interlace.config import RunConfig
 from interlace.hardware.cluster import Cluster
 from interlace.strategy.job_layout import JobLayout
-from interlace.strategy.lower_bounds import interleaves
 from interlace.strategy.rank_memory import MemoryParts
+from interlace.strategy.schedule_facts import interleaves, settles
 from interlace.strategy.simulated_job import JobParts, simulate_job
 
 ROUNDS, ROUNDS_INTERLEAVED = 2, 4
@@ -46,7 +46,7 @@ def steady_step(
     rounds = ROUNDS_INTERLEAVED if interleaves(layout) else ROUNDS
     few = max(LEAST, rounds * stages)
     more = few + stages
-    if count <= few + more:
+    if count <= few + more or not settles(layout.schedule):
         step_ns, peak = of(count)
         return SteadyStep(layout, step_ns, peak)
     (first_ns, _), (step_ns, peak) = of(few), of(more)
