@@ -40,6 +40,7 @@ from interlace.ranks.determinism import warn_of_other_bits
 from interlace.runtime.batch_form import BatchForm
 from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.candidates import Candidates, trace_candidates
+from interlace.runtime.executor import Batch
 from interlace.runtime.fsdp_gradients import GroupGradients
 from interlace.runtime.fsdp_step import mesh_of_fully_shard, sharded_for_step
 from interlace.runtime.gradients import ParameterGradients
@@ -62,8 +63,6 @@ from interlace.runtime.user_module import LossFunction, ModuleWithLoss, UserModu
 from interlace.schedules.finder import Schedule, ScheduleFunction, find, of_strands
 from interlace.schedules.stage import StageSchedule
 from interlace.step import Draws, Step
-
-Batch = tuple[Tensor, ...]
 
 
 @no_collections()

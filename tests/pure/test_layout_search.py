@@ -136,6 +136,24 @@ def test_bounds_hold_by_any_name(schedule, name, tmp_path, monkeypatch):
     assert max(counts) == 40
 
 
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("eager_folded", 2), ("eager_folded", 4), ("stp", 4)]
+)
+def test_long_steps_follow_from_short_ones(schedule, stages):
+    """Also where a schedule runs far ahead, and is in its stride only when that is used up: layers
+    computed again on few stages."""
+    space = space_of(cluster="h100x32", global_batch=96)
+    layout = JobLayout(
+        data_shard=1, tensor=8, pipeline=stages, schedule=schedule, micro_batches=96,
+        recompute="layer",
+    )  # fmt: skip
+    parts = Bounds(space.config, space.cluster).parts(layout)
+    found = simulate_job(space.config, space.cluster, layout, parts)
+    steady = steady_step(space.config, space.cluster, layout, parts)
+    assert steady.step_ns == pytest.approx(found.step.step_ns, rel=0.001)
+    assert steady.peak.total == pytest.approx(found.peak.total, rel=0.001)
+
+
 def test_what_a_stage_keeps_of_gpipe_grows_with_the_step():
     """So no long step of it is drawn out of two short ones."""
     schedule = PipelineConfig(schedule="GPipe")

@@ -44,6 +44,11 @@ ASKED_FOR_LATE = {("interlace", f"interlace.{name}") for name in ("api", "reshar
 """Public names, imported when they are first asked for."""
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _imports(tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):
@@ -57,7 +62,7 @@ def _imports(tree: ast.AST) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_private_torch_lives_in_one_module(path: Path) -> None:
     """No other module imports an underscore name of torch, or torch.testing."""
-    names = [name for name in _imports(ast.parse(path.read_text())) if name.startswith("torch.")]
+    names = [name for name in _imports(_tree(path)) if name.startswith("torch.")]
     private = [name for name in names if re.search(r"\._|^torch\.testing", name)]
     assert path == PRIVATE_HOME or not private
 
@@ -100,7 +105,7 @@ def _private_attributes(tree: ast.AST, ours: set[str]) -> set[str]:
 
 def test_private_attributes_of_others_are_listed() -> None:
     """What is not imported by a private name can still be read by one."""
-    trees = {file: ast.parse(file.read_text()) for file in FILES}
+    trees = {file: _tree(file) for file in FILES}
     ours = {name for tree in trees.values() for name in _defined(tree)}
     seen: dict[str, set[str]] = {where: set() for where in PRIVATE_ATTRIBUTES}
     for file, tree in trees.items():
@@ -118,9 +123,8 @@ def test_private_attributes_of_others_are_listed() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_files_and_functions_stay_small(path: Path) -> None:
     """One idea each."""
-    text = path.read_text()
-    assert text.count("\n") <= LONGEST_FILE
-    for node in ast.walk(ast.parse(text)):
+    assert path.read_text().count("\n") <= LONGEST_FILE
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno is not None
             length = node.end_lineno - node.lineno
@@ -130,7 +134,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 def test_no_function_level_mutable_globals() -> None:
     """Modules hold no `global` statement."""
     for path in FILES:
-        nodes = ast.walk(ast.parse(path.read_text()))
+        nodes = ast.walk(_tree(path))
         assert not any(isinstance(node, ast.Global) for node in nodes), path
 
 
@@ -211,13 +215,17 @@ def test_no_two_files_have_one_name() -> None:
     assert twice == ["__init__.py"]
 
 
-def test_no_two_public_classes_have_one_name() -> None:
-    """Our models call their layers as the field does, each in its own file."""
+def test_no_two_public_types_have_one_name() -> None:
+    """Classes, and aliases as `Batch = tuple[Tensor, ...]`. Our models call their layers as the
+    field does, each in its own file."""
     places: dict[str, list[str]] = {}
     for file in FILES:
-        for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(file.stem)
+        for node in _tree(file).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            names += [ast.unparse(target) for target in getattr(node, "targets", ())]
+            for name in names:
+                if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name):
+                    places.setdefault(name, []).append(file.stem)
     twice = {name: files for name, files in places.items() if len(files) > 1}
     assert all(set(files) == {"llama", "gpt"} for files in twice.values()), twice
 
@@ -240,7 +248,7 @@ def test_nothing_is_decided_by_the_name_of_a_schedule() -> None:
     for file in FILES:
         if file.parent.name in ("schedules", "bench"):  # benches name what they measure
             continue
-        tree = ast.parse(file.read_text())
+        tree = _tree(file)
         constants = {
             target.id: node.value
             for node in tree.body

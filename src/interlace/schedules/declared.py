@@ -1,7 +1,7 @@
 """What a schedule says of itself that its actions of one step do not show: an own one may say it
 too.
 
-    @declare(settles=True)
+    @declare(settles=2)
     def my_schedule(ranks, micro_batches, chunks=1): ...
 """
 
@@ -21,9 +21,9 @@ shortest one: a choice."""
 class Declared:
     """By default nothing is known, which is right for every schedule and makes searches slower."""
 
-    settles: bool = False
-    """Behind three micro-batches for each rank it repeats itself and keeps no more values, so that
-    long steps follow from short ones."""
+    settles: int = 0
+    """Behind so many micro-batches for each rank it repeats itself and keeps no more values, so
+    that long steps follow from short ones; 0 if that is not known."""
     proposed: bool = False
     """Searches of layouts try it: no other schedule is as fast with less memory."""
     any_chunks: bool = False
@@ -46,7 +46,7 @@ _ATTRIBUTE = "declared"
 
 def declare(
     *,
-    settles: bool = False,
+    settles: int = 0,
     proposed: bool = False,
     any_chunks: bool = False,
     variants: Callable[[int], tuple[Options, ...]] | None = None,

@@ -30,7 +30,7 @@ def _for_times(ranks: int, pair_ns: float, hop_ns: float) -> Options:
     return {"depth": depth_for(ranks, pair_ns, hop_ns)}
 
 
-@declare(settles=True, proposed=True, variants=_depths, for_times=_for_times)
+@declare(settles=6, proposed=True, variants=_depths, for_times=_for_times)
 def eager_folded(
     ranks: int, micro_batches: int, chunks: int = 2, depth: int | None = None
 ) -> tuple[tuple[Action, ...], ...]:

@@ -15,7 +15,7 @@ from interlace.schedules.one_f_one_b import in_turn
 from interlace.schedules.rank_writer import ChunkPasses, need_chunks
 
 
-@declare(settles=True, proposed=True)
+@declare(settles=2, proposed=True)
 def eager_one_f_one_b(
     ranks: int, micro_batches: int, chunks: int = 1
 ) -> tuple[tuple[Action, ...], ...]:

@@ -13,7 +13,7 @@ from interlace.schedules.declared import declare
 from interlace.schedules.rank_writer import ChunkPasses, RankWriter
 
 
-@declare(settles=True, proposed=True, any_chunks=True)
+@declare(settles=2, proposed=True, any_chunks=True)
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> tuple[tuple[Action, ...], ...]:
     """Rank r has the chunks r, r + ranks, ... Raises InputError for one chunk on a rank."""
     if chunks < 2:

@@ -9,7 +9,7 @@ from interlace.ir.actions import Action, backward, forward, together
 from interlace.schedules.declared import declare
 
 
-@declare(settles=True)
+@declare(settles=2)
 def two_strand(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
     """Raises InputError for fewer than two micro-batches, and for several chunks or ranks of a
     pipeline, which `folded` takes."""

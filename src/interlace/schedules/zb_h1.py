@@ -14,7 +14,7 @@ from interlace.schedules.declared import declare
 from interlace.schedules.rank_writer import ChunkPasses, RankWriter, need_chunks
 
 
-@declare(settles=True, proposed=True)
+@declare(settles=2, proposed=True)
 def zb_h1(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
     """Rank r has chunk r."""
     need_chunks("zb_h1", chunks, 1)

@@ -28,7 +28,7 @@ SPARE = 0.06
 """Share of a device's memory that a layout leaves to the allocator, the context and NCCL."""
 WORTH = 0.01
 """Gain of two strands below which they are not proposed: a choice."""
-Progress = Callable[[str], None]
+SearchProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class FoundLayouts:
         return with_layout(self.space.config, found.layout, split_names(found.cuts) * staged)
 
 
-def search_layouts(space: LayoutSpace, progress: Progress = lambda _: None) -> FoundLayouts:
+def search_layouts(space: LayoutSpace, progress: SearchProgress = lambda _: None) -> FoundLayouts:
     """Raises InputError if no layout is legal, or none fits in memory."""
     bounds = Bounds(space.config, space.cluster)
     room = (1 - SPARE) * space.cluster.memory_gib * 2**30

@@ -11,9 +11,9 @@ from interlace.schedules.finder import find
 from interlace.strategy.job_layout import JobLayout
 
 Actions = tuple[tuple[Action, ...], ...]
-SETTLED = 3
-"""After so many micro-batches for each rank of a pipeline, a schedule that settles repeats itself
-and keeps no more forwards."""
+FULL = 3
+"""After so many micro-batches for each rank of a pipeline, a schedule that settles keeps no more
+forwards, and each further one adds as many actions of two strands as a rank has chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def facts_of(layout: JobLayout) -> ScheduleFacts:
     """Raises InputError if the schedule cannot run so."""
     ranks, count = layout.pipeline, layout.micro_batches
     if settles(layout.schedule):
-        count = min(count, SETTLED * ranks + 1)
+        count = min(count, FULL * ranks + 1)
     return _facts(layout.schedule, ranks, count)
 
 
@@ -63,8 +63,8 @@ def chunks_on_a_rank(schedule: str) -> int:
 
 
 @lru_cache(maxsize=256)
-def settles(schedule: str) -> bool:
-    """Whether long steps follow from short ones."""
+def settles(schedule: str) -> int:
+    """Behind how many micro-batches for each rank, as it declares; 0 if that is not known."""
     return find(schedule).declared.settles
 
 

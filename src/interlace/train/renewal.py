@@ -7,9 +7,10 @@ ranks know the same load, and so they begin together, between two steps.
 from collections import deque
 from dataclasses import dataclass
 
-from interlace.compiled import Compilation, Constants
+from interlace.compiled import Compilation
 from interlace.ranks.agree import check_agreement
 from interlace.runtime.executor import Batch
+from interlace.runtime.user_module import Constants
 from interlace.schedules.finder import of_strands
 from interlace.step import Step
 from interlace.train.session import Session
