@@ -215,6 +215,15 @@ def test_no_two_files_have_one_name() -> None:
     assert twice == ["__init__.py"]
 
 
+def test_examples_and_tests_have_modules_of_unlike_names() -> None:
+    """Tests import some examples, and files run in one process in any order: the first of two
+    modules of one name would hide the other."""
+    root = SOURCE.parents[1]
+    files = [*(root / "examples").glob("*.py"), *(root / "tests").rglob("*.py")]
+    counted = Counter(file.stem for file in files)
+    assert {name for name, count in counted.items() if count > 1} == {"conftest"}
+
+
 def test_no_two_public_types_have_one_name() -> None:
     """Classes, and aliases as `Batch = tuple[Tensor, ...]`. Our models call their layers as the
     field does, each in its own file."""
