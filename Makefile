@@ -37,7 +37,7 @@ check: lint ## before each commit: lint, types, layers, fast tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/pure tests/oracle
 
 test: lint ## everything that continuous integration runs: WORKERS (2) files at a time, then those that count seconds
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not alone'; first=$$?; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not alone'; first=$$?; \
 	$(BIN)/python -m pytest -m alone && exit $$first
 
 test-torch: ## quick tests on another torch, as TORCH=2.15.0; TESTS=all or files for others

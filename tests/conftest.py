@@ -25,6 +25,17 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_LONGEST = (
+    "train_pipeline", "u_transformer", "neutral", "architectures", "train", "expert_parallel",
+    "strange_modules", "decompose_passes", "repeat", "decompose_choose", "strands", "recompute",
+    "strange_pipelines", "deep_forward", "published_plans", "checkpoints", "docs", "layout_search",
+)  # fmt: skip
+"""Files that take more than 35 s of CPU time, the longest first."""
+_LONG_FIRST = ("gloo", "drills", "cli", "oracle", "pure")
+"""Where files run beside others, those of several processes come first: short ones fill what is
+left at the end, where a long one would run alone."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder, *rest = item.path.relative_to(_HERE).parts
@@ -32,3 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if folder == "lab":
             item.add_marker("alone")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> tuple[int, int]:
+    name, folder = item.path.stem.removeprefix("test_"), item.path.relative_to(_HERE).parts[0]
+    length = _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
+    place = _LONG_FIRST.index(folder) if folder in _LONG_FIRST else len(_LONG_FIRST)
+    return length, place

@@ -41,6 +41,7 @@ from interlace.ranks.determinism import warn_of_other_bits
 from interlace.runtime.batch_form import BatchForm
 from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.candidates import Candidates, trace_candidates
+from interlace.runtime.executor import Batch
 from interlace.runtime.fsdp_gradients import GroupGradients
 from interlace.runtime.fsdp_step import mesh_of_fully_shard, sharded_for_step
 from interlace.runtime.gradients import ParameterGradients
@@ -60,12 +61,10 @@ from interlace.runtime.step_inputs import check_example, check_loss, check_modul
 from interlace.runtime.step_ranks import StepRanks
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.runtime.user_module import LossFunction, ModuleWithLoss, UserModule
-from interlace.schedules.finder import Schedule, ScheduleFunction, find
+from interlace.schedules.finder import Schedule, ScheduleFunction, find, of_strands
 from interlace.schedules.stage import StageSchedule
 from interlace.start_progress import at, told
 from interlace.step import Draws, Step
-
-Batch = tuple[Tensor, ...]
 
 
 @contextmanager
@@ -284,7 +283,7 @@ def _schedule(schedule: str | ScheduleFunction, strands: int, on: StepRanks) -> 
     if strands not in (1, 2):
         raise InputError(f"strands = {strands!r} is neither 1 nor 2", hint="2 interleaves")
     if on.pipeline is None:
-        found = find(schedule or ("one_strand", "two_strand")[strands - 1])
+        found = find(schedule) if schedule else of_strands(strands)
     else:
         ranks, rank = on.pipeline
         if not schedule:
@@ -338,7 +337,7 @@ def _step(
 ) -> Step:
     """The step by this schedule: in traced order, by the user's own plan, or by measured times."""
     draws = Draws(seed=torch.initial_seed(), data_rank=data_rank)
-    if schedule.name == "one_strand" and schedule.is_alone:
+    if schedule == of_strands(1):
         strands = compilation.candidates.whole
         plan = strands.sequential
     else:

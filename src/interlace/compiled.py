@@ -5,12 +5,11 @@ trace -> decompose -> share over data-parallel ranks      `trace_candidates` (ru
       -> executor                                         `Step` (step)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 
 from interlace.config import LinkConfig, OverlapConfig, PlanConfig
 from interlace.errors import InputError
@@ -26,14 +25,13 @@ from interlace.run_files import cache_directory
 from interlace.runtime.candidates import Candidates, choose_passes
 from interlace.runtime.executor import Batch
 from interlace.runtime.traced_strands import Strands
+from interlace.runtime.user_module import Constants
 from interlace.schedules.finder import Schedule, sequential
 from interlace.schedules.stage import StageSchedule
 from interlace.search.planner import make_plan
 from interlace.search.problem import MemoryLimits
 from interlace.start_progress import at
 
-Constants = Mapping[tuple[str, str], Tensor]
-"""What the graphs' inputs stand for, by (role, target): weights, buffers, gradient sums."""
 _OTHER_GRAPH = "plan again for this model, layout and micro-batch size"
 """Hint where a plan was made for other graphs."""
 _BY_TIMES = (

@@ -28,6 +28,7 @@ from interlace.api import compile_step
 from interlace.config import OverlapConfig, PlanConfig
 from interlace.errors import InputError
 from interlace.parallel.meshes import REPLICATE_AXIS
+from interlace.runtime.executor import NamedBatch
 from interlace.runtime.same_shapes import agree_on_shape
 from interlace.step import Step
 
@@ -41,8 +42,7 @@ _PADDING = (
 _COUNT = "micro_batches"
 _ITEMS = "num_items_in_batch"
 
-Batch = dict[str, Tensor]
-Shape = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+BatchShape = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
 class Interleaved:
@@ -63,7 +63,7 @@ class Interleaved:
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         _refuse_unknown(self)
-        self.steps: dict[tuple[Shape, int], Step] = {}
+        self.steps: dict[tuple[BatchShape, int], Step] = {}
         """Compiled steps, by the shapes of a micro-batch and the number of strands."""
         self._left: list[Tensor] = []
         """Losses of micro-batches that Trainer has not asked for yet."""
@@ -125,7 +125,7 @@ class Interleaved:
             step(prepared)
         return [result for (result,) in step.results]
 
-    def _step(self, shape: Shape, example: Batch, strands: int) -> Step:
+    def _step(self, shape: BatchShape, example: NamedBatch, strands: int) -> Step:
         if (shape, strands) not in self.steps:
             if self._mesh is None:
                 self._mesh = _replicas(example[_COUNT].device)
@@ -140,7 +140,7 @@ class Interleaved:
             self.steps[shape, strands] = self._compiled(example, strands)
         return self.steps[shape, strands]
 
-    def _compiled(self, example: Batch, strands: int) -> Step:
+    def _compiled(self, example: NamedBatch, strands: int) -> Step:
         assert self._traced is not None
         with warnings.catch_warnings():
             # Transformers asks which libraries are installed, by functions that keep the answer.
@@ -155,7 +155,7 @@ class Interleaved:
                 overlap=self.overlap,
             )
 
-    def _loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _loss(self, model: nn.Module, batch: NamedBatch) -> tuple[Tensor, Tensor]:
         """The loss whose mean over micro-batches is differentiated, and the one that is logged."""
         trainer: Any = self
         inputs = dict(batch)
@@ -250,7 +250,7 @@ def _replicas(device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, ranks, mesh_dim_names=(REPLICATE_AXIS,))
 
 
-def _one_shape(batches: list[Batch]) -> Shape:
+def _one_shape(batches: list[NamedBatch]) -> BatchShape:
     """The shape of all micro-batches of a step. Raises InputError if they have several."""
     shapes = [_shape_of(each) for each in batches]
     if len(set(shapes)) > 1:
@@ -262,7 +262,7 @@ def _one_shape(batches: list[Batch]) -> Shape:
     return shapes[0]
 
 
-def _shape_of(batch: Batch) -> Shape:
+def _shape_of(batch: NamedBatch) -> BatchShape:
     wrong = [name for name, value in batch.items() if not isinstance(value, Tensor)]
     if wrong:
         raise InputError(
@@ -272,7 +272,7 @@ def _shape_of(batch: Batch) -> Shape:
     return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(batch.items()))
 
 
-def _words(shape: Shape) -> str:
+def _words(shape: BatchShape) -> str:
     """`input_ids 4 x 128, labels 4 x 128`."""
     return ", ".join(
         f"{name} {' x '.join(map(str, sizes))}"

@@ -39,14 +39,13 @@ from torchtitan.trainer import Trainer
 from interlace.api import compile_step
 from interlace.config import OverlapConfig, PlanConfig
 from interlace.errors import InputError
+from interlace.runtime.executor import NamedBatch
 from interlace.step import Step
 
 _COUNT = "micro_batches"
 _TOKENS = "global_valid_tokens"
 _BACKEND = "partial_dtensor"
 """The one of torchtitan's layouts whose weights are DTensors, and plain without tensor parallel."""
-
-Batch = dict[str, Tensor]
 
 
 class PackedAttention(FlexAttention):
@@ -120,7 +119,7 @@ class InterleavedSteps:
             )
         self.compiled: Step | None = None
         """The step; None before the first."""
-        self._batches: list[tuple[Batch, Tensor]] = []
+        self._batches: list[tuple[NamedBatch, Tensor]] = []
         """Micro-batches of the optimizer step that has not run yet."""
         self._left: list[Tensor] = []
         """Losses of micro-batches that Trainer has not asked for yet."""
@@ -135,11 +134,11 @@ class InterleavedSteps:
             )
         super().train()  # type: ignore[misc]
 
-    def train_step(self, data_iterator: Iterator[tuple[Batch, Tensor]]) -> None:
+    def train_step(self, data_iterator: Iterator[tuple[NamedBatch, Tensor]]) -> None:
         """An optimizer step; its micro-batches are kept for the first `forward_backward_step`."""
         self._batches, self._left = [], []
 
-        def kept() -> Iterator[tuple[Batch, Tensor]]:
+        def kept() -> Iterator[tuple[NamedBatch, Tensor]]:
             for inputs, labels in data_iterator:
                 self._batches.append((dict(inputs), labels))
                 yield inputs, labels
@@ -162,7 +161,7 @@ class InterleavedSteps:
             )
         return self._left.pop(0)
 
-    def _run(self, drawn: list[tuple[Batch, Tensor]], tokens: Tensor) -> list[Tensor]:
+    def _run(self, drawn: list[tuple[NamedBatch, Tensor]], tokens: Tensor) -> list[Tensor]:
         """Run the micro-batches of an optimizer step; gives their losses as Trainer counts them."""
         trainer: Any = self
         batches = [self._prepared(inputs, labels, len(drawn), tokens) for inputs, labels in drawn]
@@ -175,7 +174,9 @@ class InterleavedSteps:
             self.compiled(batches)
         return [loss for (loss,) in self.compiled.results]
 
-    def _prepared(self, inputs: Batch, labels: Tensor, count: int, tokens: Tensor) -> Batch:
+    def _prepared(
+        self, inputs: NamedBatch, labels: Tensor, count: int, tokens: Tensor
+    ) -> NamedBatch:
         """A micro-batch on its device, as `_loss` takes it."""
         trainer: Any = self
         moved = {name: value.to(trainer.device) for name, value in inputs.items()}
@@ -192,7 +193,7 @@ class InterleavedSteps:
             _COUNT: torch.tensor(float(count), device=trainer.device),
         }  # fmt: skip
 
-    def _loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _loss(self, model: nn.Module, batch: NamedBatch) -> tuple[Tensor, Tensor]:
         """The loss whose mean over micro-batches is differentiated, and the one that is logged."""
         trainer: Any = self
         positions = batch["positions"]

@@ -41,7 +41,7 @@ def test_a_toy_is_planned_without_torch(tmp_path: Path) -> None:
 
 def test_a_schedule_of_ones_own_runs(tmp_path: Path) -> None:
     """On one process, with the actions of the file and the bits of one strand."""
-    printed = run("own_schedule.py", "-W", "error", folder=tmp_path)
+    printed = run("pairs_schedule.py", "-W", "error", folder=tmp_path)
     assert "__main__:pairs: loss" in printed
     assert "    forward 2 | backward 1\n    backward 2\n    forward 3\n" in printed
     assert "4 gradients, the same bits" in printed

@@ -205,17 +205,24 @@ def test_one_strand_is_near_eager_code() -> None:
     assert near({**gradients(module), "losses": torch.stack(step.losses)}, plain_eager(double))
 
 
-def staged() -> dict[str, Any]:
-    """By schedule: what differs from one strand of the same graphs, in float32."""
+def one_strand(file: str) -> None:
+    """A child: what one strand gives on one rank, in float32, kept in a file."""
+    batches = halves(DigitsUnderNoise().micro_batches(0, MICRO_BATCHES, 2))
+    module = tiny()
+    step = interlace.compile_step(module, denoising_loss, batches[0], strands=1, config=QUICK)
+    step(batches)
+    evaluated = step.evaluate(batches)
+    found = {**gradients(module), "losses": torch.stack(step.losses), "evaluated": evaluated}
+    torch.save(found, file)
+
+
+def staged(file: str) -> dict[str, Any]:
+    """By schedule: what differs from one strand of the same graphs, which a file has."""
     with gloo_group(60):
         ranks = dist.get_world_size()
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
         batches = halves(DigitsUnderNoise().micro_batches(0, MICRO_BATCHES, 2))
-        module = tiny()
-        step = interlace.compile_step(module, denoising_loss, batches[0], strands=1, config=QUICK)
-        step(batches)
-        evaluated = step.evaluate(batches)
-        right = {**gradients(module), "losses": torch.stack(step.losses), "evaluated": evaluated}
+        right: dict[str, Tensor] = torch.load(file)
         found: dict[str, Any] = {"all": sorted(set(right) - {"losses", "evaluated"})}
         for schedule, split_at in ((name, at) for (name, p), at in SPLITS.items() if p == ranks):
             module = tiny()
@@ -238,10 +245,20 @@ def staged() -> dict[str, Any]:
         return found
 
 
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file with what one strand gives: ranks that each trace it take a third of the time here."""
+    file = str(tmp_path_factory.mktemp("one") / "strand.pt")
+    run_ranks("test_u_transformer:one_strand", 1, args=[file], timeout_s=120)
+    return file
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_pipelines_have_the_bits_of_one_strand(ranks: int) -> None:
+def test_pipelines_have_the_bits_of_one_strand(ranks: int, right: str) -> None:
     """Losses on all ranks, each gradient on the rank of its stage; cut at named sub-modules."""
-    found = [r.value for r in run_ranks("test_u_transformer:staged", ranks, timeout_s=120)]
+    found = [
+        r.value for r in run_ranks("test_u_transformer:staged", ranks, args=[right], timeout_s=120)
+    ]
     for schedule in (name for name, p in SPLITS if p == ranks):
         of_ranks = [each[schedule] for each in found]
         assert [each["wrong"] for each in of_ranks] == [[]] * ranks, schedule

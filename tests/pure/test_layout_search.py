@@ -8,19 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from interlace.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
+from interlace.config import DataConfig, ParallelConfig, PipelineConfig, RunConfig, TrainConfig
 from interlace.degrees import resolve_layout
 from interlace.errors import InputError
 from interlace.hardware.cluster_size import load_sized_cluster
 from interlace.model_config import ExpertsConfig, ModelConfig
 from interlace.report.strategy_tables import strategy_data, strategy_summary
 from interlace.rules import check
+from interlace.schedules.finder import find
+from interlace.schedules.schedule_text import write_schedule
 from interlace.strategy.contributions import contributions
 from interlace.strategy.expected_error import ERRORS
 from interlace.strategy.job_layout import JobLayout, layout_of, with_layout
 from interlace.strategy.layout_search import SPARE, search_layouts
 from interlace.strategy.layout_space import LayoutSpace
 from interlace.strategy.lower_bounds import Bounds
+from interlace.strategy.schedule_facts import interleaves
 from interlace.strategy.search_cache import search_key
 from interlace.strategy.simulated_job import simulate_job
 from interlace.strategy.steady_step import steady_step
@@ -85,6 +88,79 @@ def test_bounds_are_below_simulations():
             steady = steady_step(space.config, space.cluster, layout, bounds.parts(layout))
             assert steady.step_ns == pytest.approx(found.step.step_ns, rel=0.03), layout
     assert checked > 40
+
+
+OWN = """
+from interlace.schedules.eager_folded import eager_folded
+
+def order(ranks, micro_batches, chunks=2):
+    return eager_folded(ranks, micro_batches, chunks)
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [
+        ("DualPipeV", "dual_pipe_v"),
+        ("1F1B", "one_f_one_b"),
+        ("eager_folded( depth = 2 )", "eager_folded(depth=2)"),
+        ("schedule_of_a_user:order", "schedule_of_a_user:order"),
+        ("folded.txt", "folded.txt"),
+    ],
+)
+def test_bounds_hold_by_any_name(schedule, name, tmp_path, monkeypatch):
+    """Whatever words a run file has for a schedule: a name elsewhere, an own function that runs
+    strands side by side, a list. Names are those of `find`."""
+    (tmp_path / "schedule_of_a_user.py").write_text(OWN)
+    (tmp_path / "folded.txt").write_text(write_schedule(find("folded").of_ranks(2, 40)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    config = replace(with_kept(pipeline=2, zero=1), pipeline=PipelineConfig(schedule=schedule))
+    config = replace(config, train=replace(config.train, recompute="none", micro_batch_size=1))
+    assert layout_of(replace(config, parallel=ParallelConfig(pipeline=2))).schedule == name
+    space = space_of(config, "h100x32", 40)
+    bounds, checked = Bounds(space.config, space.cluster), 0
+    staged = [each for each in space.layouts() if each.pipeline > 1 and each.context == 1]
+    for layout in random.Random(2).sample(staged, min(20, len(staged))):
+        found = simulate_job(space.config, space.cluster, layout, bounds.parts(layout))
+        assert bounds.least_ns(layout) <= 1.02 * found.step.step_ns, layout
+        assert bounds.least_bytes(layout, float("inf")) <= 1.05 * found.peak.total, layout
+        if schedule != "1F1B":
+            assert layout.schedule == name
+            assert interleaves(layout)
+        checked += 1
+    assert checked > 5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("eager_folded", 2), ("eager_folded", 4), ("stp", 4)]
+)
+def test_long_steps_follow_from_short_ones(schedule, stages):
+    """Also where a schedule runs far ahead, and is in its stride only when that is used up: layers
+    computed again on few stages."""
+    space = space_of(cluster="h100x32", global_batch=96)
+    layout = JobLayout(
+        data_shard=1, tensor=8, pipeline=stages, schedule=schedule, micro_batches=96,
+        recompute="layer",
+    )  # fmt: skip
+    parts = Bounds(space.config, space.cluster).parts(layout)
+    found = simulate_job(space.config, space.cluster, layout, parts)
+    steady = steady_step(space.config, space.cluster, layout, parts)
+    assert steady.step_ns == pytest.approx(found.step.step_ns, rel=0.001)
+    assert steady.peak.total == pytest.approx(found.peak.total, rel=0.001)
+
+
+def test_what_a_stage_keeps_of_gpipe_grows_with_the_step():
+    """So no long step of it is drawn out of two short ones."""
+    schedule = PipelineConfig(schedule="GPipe")
+    space = space_of(replace(with_kept(pipeline=2, zero=1), pipeline=schedule), "h100x32", 64)
+    layout = JobLayout(
+        data_shard=1, tensor=8, pipeline=2, zero=1, schedule="gpipe", micro_batches=64
+    )
+    parts = Bounds(space.config, space.cluster).parts(layout)
+    found = simulate_job(space.config, space.cluster, layout, parts)
+    steady = steady_step(space.config, space.cluster, layout, parts)
+    assert (steady.step_ns, steady.peak) == (found.step.step_ns, found.peak)
 
 
 def random_space(draw):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from interlace.errors import InputError
-from interlace.schedules.eager_folded import depths, eager_folded
+from interlace.schedules.eager_folded import eager_folded
 from interlace.schedules.finder import find
 from interlace.schedules.interleaved import interleaved
 
@@ -47,8 +47,14 @@ def test_a_users_function_takes_options(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_depths_below_the_default() -> None:
     """Their names find schedules of so many downs ahead."""
-    made = [find(name).of_ranks(RANKS, COUNT) for name in depths(RANKS)]
-    assert made == [eager_folded(RANKS, COUNT, depth=depth) for depth in (4, 5, 6)]
+    variants = find("eager_folded").variants(RANKS)
+    names = [f"eager_folded(depth={depth})" for depth in (4, 5, 6, 7)]
+    assert [each.name for each in variants] == names
+    made = [find(name).of_ranks(RANKS, COUNT) for name in names]
+    assert made == [eager_folded(RANKS, COUNT, depth=depth) for depth in (4, 5, 6, 7)]
+    assert variants[0].variants(RANKS) == (variants[0],)
+    plain = find("folded")
+    assert plain.variants(RANKS) == (plain,)
 
 
 @pytest.mark.parametrize(

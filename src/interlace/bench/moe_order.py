@@ -19,7 +19,7 @@ from interlace.ir.actions import Direction, Strand
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph, whole_graph
 from interlace.ir.plan import PhasePlan, Plan
-from interlace.schedules.finder import find
+from interlace.schedules.finder import of_strands
 
 EXCHANGE = str(between_ranks.EXCHANGE)
 """The operator that moves rows to experts, and back, as graphs name it."""
@@ -40,7 +40,7 @@ def fixed_plan(graphs: Mapping[str, OpGraph]) -> Plan:
     """The hand order for `graphs`, those of the strands. Every phase of one strand runs as traced.
 
     Raises InputError unless both strands have two exchanges for each layer."""
-    schedule = find("two_strand")
+    schedule = of_strands(2)
     pair = f"{_FORWARD}+{_BACKWARD}"
     phases = {}
     for phase in schedule.phases(graphs):

@@ -40,7 +40,7 @@ from interlace.bench.moe_strands import (
     WAYS,
     rate_for,
 )
-from interlace.bench.pipeline_world import LIMIT, Batch, Way, check_same, take_turns
+from interlace.bench.pipeline_world import LIMIT, Batch, StepFunction, check_same, take_turns
 from interlace.config import OverlapConfig, ParallelConfig
 from interlace.errors import RunError
 from interlace.ir.graph import Kind
@@ -136,7 +136,7 @@ class MoeWays:
         with self.emulated():
             return [_agreed(_seen(step.record(self.batches))) for _ in range(count)]
 
-    def way(self, name: str) -> Way:
+    def way(self, name: str) -> StepFunction:
         """Runs a step that way."""
 
         def eager(batches: Sequence[Batch]) -> Mapping[str, Tensor]:
@@ -177,7 +177,9 @@ def measure_routing(ways: MoeWays, routing: str) -> dict[str, Any]:
     }
 
 
-def _afresh(way: Way, forget: Callable[[], None], batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+def _afresh(
+    way: StepFunction, forget: Callable[[], None], batches: Sequence[Batch]
+) -> Mapping[str, Tensor]:
     """A step whose sleeps are not shortened by those of the step before."""
     forget()
     return way(batches)
@@ -192,7 +194,7 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def check_bits(runs: Mapping[str, Way], batches: Sequence[Batch]) -> None:
+def check_bits(runs: Mapping[str, StepFunction], batches: Sequence[Batch]) -> None:
     """Raise RunError unless these ways give the same gradients, bit for bit."""
     first: dict[str, Tensor] = {}
     for name, run in runs.items():

@@ -24,9 +24,9 @@ from interlace.bench.pipeline_rivals import build_rival
 from interlace.config import PlanConfig
 from interlace.errors import RunError
 from interlace.ranks.launched import follow_launcher
+from interlace.runtime.executor import Batch
 from interlace.step import Step
 
-Batch = tuple[Tensor, ...]
 LIMIT = timedelta(seconds=300)
 """Limit of every wait of the bench; no step takes nearly so long."""
 _WARM_UP = 2
@@ -102,13 +102,13 @@ def step_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return loss_of(module(tokens), targets)
 
 
-Way = Callable[[Sequence[Batch]], Mapping[str, Tensor]]
+StepFunction = Callable[[Sequence[Batch]], Mapping[str, Tensor]]
 """Runs a step, and gives this rank's gradients by the names of the whole model."""
 
 
 def our_way(
     size: Mapping[str, int], schedule: str, chunks: int, mesh: DeviceMesh
-) -> tuple[Way, Step]:
+) -> tuple[StepFunction, Step]:
     """A schedule on our runtime; and its step, for predictions."""
     model = Gpt(size)
     total = chunks * mesh.size()
@@ -138,7 +138,7 @@ def batches_of(size: Mapping[str, int]) -> list[Batch]:
     ]
 
 
-def check_same(ways: Mapping[str, Way], batches: Sequence[Batch]) -> None:
+def check_same(ways: Mapping[str, StepFunction], batches: Sequence[Batch]) -> None:
     """Raise RunError if a way computes other gradients, for weights that two ways have here."""
     seen: dict[str, Tensor] = {}
     for name, way in ways.items():
@@ -150,7 +150,7 @@ def check_same(ways: Mapping[str, Way], batches: Sequence[Batch]) -> None:
 
 
 def take_turns(
-    ways: Mapping[str, Way], batches: Sequence[Batch], repeats: int
+    ways: Mapping[str, StepFunction], batches: Sequence[Batch], repeats: int
 ) -> dict[str, list[int]]:
     """ns of each step of each way, from the first rank's start to the last one's end."""
     times: dict[str, list[int]] = {name: [] for name in ways}
@@ -162,7 +162,7 @@ def take_turns(
     return times
 
 
-def _timed(way: Way, batches: Sequence[Batch]) -> int:
+def _timed(way: StepFunction, batches: Sequence[Batch]) -> int:
     dist.barrier()
     began = time.perf_counter_ns()
     way(batches)
@@ -171,7 +171,7 @@ def _timed(way: Way, batches: Sequence[Batch]) -> int:
 
 
 def predict(
-    ways: Mapping[str, Way], steps: Mapping[str, Step], batches: Sequence[Batch]
+    ways: Mapping[str, StepFunction], steps: Mapping[str, Step], batches: Sequence[Batch]
 ) -> dict[str, dict[str, list[int]]]:
     """By schedule ns of steps, `measured` as in `take_turns`, and `predicted` from a step that is
     recorded right behind, so that both see the machine in the same state."""
@@ -193,7 +193,7 @@ def main(job_path: str, result_path: str) -> int:
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
         size: Any = job["size"]
-        ways: dict[str, Way] = {}
+        ways: dict[str, StepFunction] = {}
         steps: dict[str, Step] = {}
         for ours, theirs, chunks in job["schedules"]:
             ways[f"ours {ours}"], steps[ours] = our_way(size, ours, chunks, mesh)

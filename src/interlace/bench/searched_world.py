@@ -26,7 +26,7 @@ from interlace.bench.pipeline_world import (
     LIMIT,
     BenchBlock,
     GptChunk,
-    Way,
+    StepFunction,
     batches_of,
     check_same,
     loss_of,
@@ -58,7 +58,7 @@ class UnevenGpt(GptChunk):
         self.head = head if last == size.blocks + 2 else None
 
 
-def our_way(size: UnevenSize, way: Mapping[str, Any], mesh: DeviceMesh) -> Way:
+def our_way(size: UnevenSize, way: Mapping[str, Any], mesh: DeviceMesh) -> StepFunction:
     """A schedule in a file on our runtime."""
     model = UnevenGpt(size)
     step = compile_step(
@@ -75,7 +75,7 @@ def our_way(size: UnevenSize, way: Mapping[str, Any], mesh: DeviceMesh) -> Way:
     return run
 
 
-def rival(size: UnevenSize, starts: Sequence[int]) -> Way:
+def rival(size: UnevenSize, starts: Sequence[int]) -> StepFunction:
     """PyTorch's interleaved 1F1B with the same cut."""
     ends = (*starts[1:], size.blocks + 2)
 
@@ -104,7 +104,9 @@ def main(job_path: str, result_path: str) -> int:
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
         size = UnevenSize(**job["size"])
-        ways: dict[str, Way] = {name: our_way(size, way, mesh) for name, way in job["ways"].items()}
+        ways: dict[str, StepFunction] = {
+            name: our_way(size, way, mesh) for name, way in job["ways"].items()
+        }
         for name, same in job["rival"].items():
             ways[name] = rival(size, job["ways"][same]["starts"])
         batches = _batches(size)
@@ -122,7 +124,9 @@ def main(job_path: str, result_path: str) -> int:
     return 0
 
 
-def _afresh(way: Way, forget: Any, batches: Sequence[tuple[Tensor, ...]]) -> Mapping[str, Tensor]:
+def _afresh(
+    way: StepFunction, forget: Any, batches: Sequence[tuple[Tensor, ...]]
+) -> Mapping[str, Tensor]:
     """A step whose sleeps are not shortened by those of the step before."""
     forget()
     return way(batches)

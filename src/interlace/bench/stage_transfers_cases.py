@@ -29,7 +29,7 @@ for the U-Transformer."""
 _V100_HALF, _V100_FULL = 125e12, 15.7e12
 _GPUS = 4
 
-Layout = Literal["tp", "dp_replicate"]
+StageLayout = Literal["tp", "dp_replicate"]
 """The axis of the two ranks of a stage."""
 
 
@@ -77,7 +77,7 @@ class StageCase:
     """Two stages of two ranks each, one host for each stage."""
 
     model: Literal["gpt", "u_transformer"]
-    layouts: tuple[Layout, Layout]
+    layouts: tuple[StageLayout, StageLayout]
     """Of the first stage and the second."""
     micro_batches: int
     samples: int

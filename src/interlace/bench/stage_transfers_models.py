@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from interlace.api import compile_step
 from interlace.bench.pipeline_rivals import build_rival
-from interlace.bench.pipeline_world import Batch, Way, batches_of, loss_of, step_loss
+from interlace.bench.pipeline_world import Batch, StepFunction, batches_of, loss_of, step_loss
 from interlace.bench.stage_transfers_cases import StageCase
 from interlace.bench.tensor_share import ShareSize
 from interlace.bench.tensor_share_world import SplitGpt
@@ -109,7 +109,7 @@ class StageModel:
             return found.keys() == expected.keys()
         return found == expected
 
-    def rival(self) -> Way:
+    def rival(self) -> StepFunction:
         """PyTorch's own 1F1B with the same modules."""
         mesh = init_device_mesh("cpu", (2, _RANKS), mesh_dim_names=("pp", "tp"))
 

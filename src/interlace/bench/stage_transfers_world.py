@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench.decompose_emulated import emulated_compute
-from interlace.bench.pipeline_world import LIMIT, Batch, Way, check_same, take_turns
+from interlace.bench.pipeline_world import LIMIT, Batch, StepFunction, check_same, take_turns
 from interlace.bench.stage_transfers import BLOCKING, OURS, PAPER, SIGNAL, TORCH, WAYS
 from interlace.bench.stage_transfers_cases import StageCase
 from interlace.bench.stage_transfers_links import BlockingLink, ClockedSchedule, SignalLink
@@ -96,7 +96,7 @@ class StageWays:
         assert found is not None
         return found
 
-    def way(self, name: str) -> Way:
+    def way(self, name: str) -> StepFunction:
         """Runs a step that way."""
 
         def run(batches: Sequence[Batch]) -> Mapping[str, torch.Tensor]:
@@ -144,7 +144,7 @@ class StageWays:
 def measure_case(case: StageCase) -> dict[str, Any]:
     """One case: steps of all ways, records of ours."""
     ways = StageWays(case)
-    runs: dict[str, Way] = {name: ways.way(name) for name, *_ in WAYS}
+    runs: dict[str, StepFunction] = {name: ways.way(name) for name, *_ in WAYS}
     if case.is_tensor_parallel:
         runs[TORCH] = ways.model.rival()
     check_bits({name: run for name, run in runs.items() if not name.startswith(SIGNAL)}, ways)
@@ -188,7 +188,7 @@ def _pass_ns(record: PipelineRecord) -> float:
     return sum(each.forward_ns + each.input_ns + each.weight_ns for each in chunks) / len(chunks)
 
 
-def check_bits(runs: Mapping[str, Way], ways: StageWays) -> None:
+def check_bits(runs: Mapping[str, StepFunction], ways: StageWays) -> None:
     """Raise RunError unless all ways give the bits of the blocking one for all weights; and
     PyTorch's pipeline, which adds up otherwise, gradients within a bound."""
     if TORCH in runs:
@@ -229,7 +229,7 @@ def _recorded(ways: StageWays, name: str, forget: Callable[[], None]) -> Pipelin
     return ways.record(name, ways.batches)
 
 
-def _afresh(way: Way, forget: Any, batches: Sequence[Batch]) -> Mapping[str, Any]:
+def _afresh(way: StepFunction, forget: Any, batches: Sequence[Batch]) -> Mapping[str, Any]:
     """A step whose sleeps are not shortened by those of the step before."""
     forget()
     return way(batches)

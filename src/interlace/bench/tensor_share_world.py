@@ -34,7 +34,7 @@ from interlace.bench.pipeline_world import (
     LIMIT,
     Batch,
     GptChunk,
-    Way,
+    StepFunction,
     batches_of,
     check_same,
     loss_of,
@@ -105,7 +105,9 @@ class SplitGpt(GptChunk):
                 parallelize_module(block, mesh, _PLAN)
 
 
-def our_way(size: ShareSize, schedule: str, chunks: int, mesh: DeviceMesh) -> tuple[Way, Step]:
+def our_way(
+    size: ShareSize, schedule: str, chunks: int, mesh: DeviceMesh
+) -> tuple[StepFunction, Step]:
     """A schedule on our runtime; and its step."""
     model, total = SplitGpt(size, mesh["tp"]), chunks * STAGES
     starts = [f"blocks.{size.blocks * k // total}" for k in range(1, total)]
@@ -123,7 +125,7 @@ def our_way(size: ShareSize, schedule: str, chunks: int, mesh: DeviceMesh) -> tu
     return run, step
 
 
-def rival(size: ShareSize, mesh: DeviceMesh) -> Way:
+def rival(size: ShareSize, mesh: DeviceMesh) -> StepFunction:
     """PyTorch's 1F1B with the same modules."""
 
     def chunk_of(_size: Mapping[str, int], chunk: int, chunks: int) -> nn.Module:
@@ -168,7 +170,7 @@ def reduce_ns(size: ShareSize, mesh: DeviceMesh) -> float:
 def measure_share(size: ShareSize, share: float, mesh: DeviceMesh) -> dict[str, Any]:
     """One point: steps of all ways, records of ours."""
     rate = size.flops_per_s(share, reduce_ns(size, mesh))
-    ways: dict[str, Way] = {RIVAL: rival(size, mesh)}
+    ways: dict[str, StepFunction] = {RIVAL: rival(size, mesh)}
     steps: dict[str, Step] = {}
     with emulated_compute(rate):  # plans are made from times as they will be
         for name, chunks in WAYS:
@@ -210,7 +212,7 @@ def _recorded(step: Step, batches: Sequence[Batch], forget: Callable[[], None]) 
     return step.record_pipeline(batches)
 
 
-def _afresh(way: Way, forget: Any, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+def _afresh(way: StepFunction, forget: Any, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
     """A step whose sleeps are not shortened by those of the step before."""
     forget()
     return way(batches)

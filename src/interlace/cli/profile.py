@@ -20,7 +20,7 @@ from interlace.ir.costs import CostTable
 from interlace.run_files import COSTS
 
 if TYPE_CHECKING:
-    from interlace.train.profiling import Progress
+    from interlace.train.profiling import ProfileProgress
 
 
 def profile(
@@ -76,7 +76,7 @@ def _check_output(output: Path) -> None:
 
 
 @contextmanager
-def _progress(*, show: bool) -> Iterator["Progress"]:
+def _progress(*, show: bool) -> Iterator["ProfileProgress"]:
     """A bar on a terminal, lines in a file; both on standard error. The bar begins with the first
     measurement: before that the start has one of its own."""
     from rich.console import Console  # noqa: PLC0415

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from interlace.graphs.parts import SAVED, GraphPart
-from interlace.graphs.spread import UNCLEAR, Ranks, Spread, spread_of
+from interlace.graphs.spread import UNCLEAR, GlobalRanks, Spread, spread_of
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,6 @@ def unlike_nodes(nodes: Iterable[fx.Node], of_ranks: Collection[list[str]]) -> s
     return {node for node, texts in by_node if len(set(texts)) > 1}
 
 
-def is_alike(spread: Spread, ranks: Ranks) -> bool:
+def is_alike(spread: Spread, ranks: GlobalRanks) -> bool:
     """Whether these ranks hold a value alike that differs over the groups of `spread`."""
     return UNCLEAR not in spread and all(len({*ranks} & {*group}) < 2 for group in spread)

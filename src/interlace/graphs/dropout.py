@@ -24,7 +24,7 @@ from interlace.experts.between_ranks import EXCHANGE
 from interlace.graphs.collectives import group_of
 from interlace.graphs.module_paths import module_path
 from interlace.graphs.random_draws import can_be_seeded, draw_by_number, draws_values, hint_for
-from interlace.graphs.spread import UNCLEAR, Ranks, Spread, part_of, ranks_of, spread_of
+from interlace.graphs.spread import UNCLEAR, GlobalRanks, Spread, part_of, ranks_of, spread_of
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph
 
 aten = torch.ops.aten
@@ -106,7 +106,7 @@ def fix_dropout(
     rank = dist.get_rank() if dist.is_initialized() else 0
     # Ranks that deal experts to each other see other samples, and need other numbers anyway.
     dealt = {ranks_of(group_of(n)) for n in _calls(chunk) if n.target == EXCHANGE}
-    parts = frozenset[Ranks]().union(*spread.values()) - dealt
+    parts = frozenset[GlobalRanks]().union(*spread.values()) - dealt
     seeds = _seeds_input(graph, random[0])
     forward.bindings[seeds.name] = Binding("batch", str(batch_inputs))
     for number, node in enumerate(random):

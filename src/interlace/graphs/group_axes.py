@@ -10,7 +10,7 @@ from torch import fx
 
 from interlace.errors import InputError
 from interlace.graphs.collectives import group_of, is_collective, kind_of_collective
-from interlace.graphs.spread import Ranks, ranks_of
+from interlace.graphs.spread import GlobalRanks, ranks_of
 
 
 def axes_of_groups(
@@ -19,7 +19,7 @@ def axes_of_groups(
     """`axis_of_group`, with the groups of all collectives of these graphs, and the groups `others`
     of weights. Raises InputError for one whose ranks are those of no axis."""
     found = dict(axis_of_group)
-    by_ranks: dict[Ranks, str] = {}
+    by_ranks: dict[GlobalRanks, str] = {}
     nodes = [node for graph in graphs for node in graph.nodes if is_collective(node)]
     used = [(group_of(node), str(kind_of_collective(node.target, node.args))) for node in nodes]
     for group, what in (*used, *((each, "weights of fully_shard") for each in others)):
@@ -34,7 +34,7 @@ def axes_of_groups(
     return found
 
 
-def _on_no_axis(kind: str, ranks: Ranks, by_ranks: Mapping[Ranks, str]) -> InputError:
+def _on_no_axis(kind: str, ranks: GlobalRanks, by_ranks: Mapping[GlobalRanks, str]) -> InputError:
     what = f"the module exchanges values between ranks {_listed(ranks)} ({kind}), "
     if not by_ranks:
         return InputError(
@@ -48,5 +48,5 @@ def _on_no_axis(kind: str, ranks: Ranks, by_ranks: Mapping[Ranks, str]) -> Input
     )
 
 
-def _listed(ranks: Ranks) -> str:
+def _listed(ranks: GlobalRanks) -> str:
     return ", ".join(map(str, ranks))

@@ -18,10 +18,10 @@ from interlace.graphs.torch_private import process_group
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.graph import Kind
 
-Ranks = tuple[int, ...]
-Spread = frozenset[Ranks]
+GlobalRanks = tuple[int, ...]
+Spread = frozenset[GlobalRanks]
 
-UNCLEAR: Ranks = ()
+UNCLEAR: GlobalRanks = ()
 """Stands for ranks among which values may be equal or not: what was cut over a group was made equal
 over a part of that group."""
 
@@ -49,7 +49,7 @@ def spread_of(
             else:
                 found[node] = saved.get(binding.target, frozenset())
             continue
-        spread = frozenset[Ranks]().union(*(found[source] for source in node.all_input_nodes))
+        spread = frozenset[GlobalRanks]().union(*(found[source] for source in node.all_input_nodes))
         if is_collective(node):
             spread = _behind(node, spread, ranks_of(group_of(node)))
         found[node] = spread
@@ -67,7 +67,7 @@ def part_of(spread: Spread, rank: int) -> int:
     return part
 
 
-def ranks_of(group_name: str) -> Ranks:
+def ranks_of(group_name: str) -> GlobalRanks:
     """The global ranks of a process group."""
     return tuple(dist.get_process_group_ranks(process_group(group_name)))
 
@@ -83,7 +83,7 @@ def _of_tensor(tensor: Tensor | None) -> Spread:
     )
 
 
-def _behind(collective: fx.Node, spread: Spread, ranks: Ranks) -> Spread:
+def _behind(collective: fx.Node, spread: Spread, ranks: GlobalRanks) -> Spread:
     """How the result of a collective over `ranks` differs, whose input differs as `spread` says."""
     if len(ranks) == 1:
         return spread

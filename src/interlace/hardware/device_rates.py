@@ -22,7 +22,7 @@ from typing import Literal
 
 from interlace.errors import InputError, nearest
 
-AttentionKernel = Literal["unfused", "flash1", "flash2", "newest"]
+AttentionKind = Literal["unfused", "flash1", "flash2", "newest"]
 """Attention of a program: its scores in memory, FlashAttention by generation, or the fastest."""
 
 

@@ -14,7 +14,7 @@ first.
 
 import math
 
-from interlace.hardware.device_rates import AttentionKernel, DeviceRates
+from interlace.hardware.device_rates import AttentionKind, DeviceRates
 
 TILES = (
     (256, 128, 1.0),
@@ -78,7 +78,7 @@ def fused_attention_s(
     head_size: int,
     causal: bool = True,
     backward: bool = False,
-    kernel: AttentionKernel = "newest",
+    kernel: AttentionKind = "newest",
 ) -> float:
     """Seconds of FlashAttention over `batch` sequences; backward has 2.5 times the work."""
     multiplied = 4.0 * batch * heads * sequence * sequence * head_size / (2 if causal else 1)

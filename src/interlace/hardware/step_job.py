@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from interlace.errors import InputError
-from interlace.hardware.device_rates import AttentionKernel
+from interlace.hardware.device_rates import AttentionKind
 from interlace.hardware.expert_job import ExpertJob
 
 
@@ -55,7 +55,7 @@ class StepJob:
     """So many layers fewer in the first and in the last stage than in the others."""
     recompute: Literal["none", "attention", "alternate", "full"] = "none"
     """`attention`: its core; `alternate`: every other matmul or layer; `full`: every layer."""
-    attention: AttentionKernel = "newest"
+    attention: AttentionKind = "newest"
     """Which attention the program has; see `device_rates`."""
     fused_operators: bool = True
     """Norms, rotations, activations and the loss are one kernel each; otherwise PyTorch's operators

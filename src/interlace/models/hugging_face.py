@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from interlace.errors import InputError
 from interlace.models.hugging_face_config import family_of, load_config
 from interlace.models.hugging_face_export import export
-from interlace.models.hugging_face_files import Region, StoredTensor, open_tensors
+from interlace.models.hugging_face_files import Slices, StoredTensor, open_tensors
 from interlace.models.hugging_face_names import Family, StoredPart, pieces
 
 __all__ = ["export", "load_config", "load_weights"]
@@ -128,7 +128,7 @@ def _read(parameter: Tensor, piece: StoredPart, stored: Mapping[str, StoredTenso
     return tensor.read(tuple(region[::-1])).t() if piece.transposed else tensor.read(tuple(region))
 
 
-def _region(parameter: Tensor) -> Region:
+def _region(parameter: Tensor) -> Slices:
     """Which part of the whole parameter this rank holds, one slice per dimension."""
     start, stop = [0] * parameter.dim(), list(parameter.shape)
     if isinstance(parameter, DTensor):

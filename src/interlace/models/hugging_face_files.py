@@ -14,7 +14,7 @@ from interlace.errors import InputError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Names that `transformers` gives to a checkpoint's only file, and to the index of several."""
 
-Region = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 _HEAD_BYTES, _SAMPLES, _SAMPLE_BYTES = 1 << 20, 64, 1 << 12
 """What `folder_digest` reads of each safetensors file: bytes at its beginning, where the header
@@ -35,7 +35,7 @@ class StoredTensor:
         """Of the whole tensor."""
         return tuple(self.file.get_slice(self.name).get_shape())
 
-    def read(self, region: Region) -> Tensor:
+    def read(self, region: Slices) -> Tensor:
         """Part of the tensor, on the CPU."""
         return self.file.get_slice(self.name)[region]
 

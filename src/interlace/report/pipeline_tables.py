@@ -8,8 +8,7 @@ from typing import Any
 from interlace.errors import InputError
 from interlace.ir.actions import Action
 from interlace.ir.stage_messages import chain
-from interlace.schedules.eager_folded import depth_for
-from interlace.schedules.finder import Schedule, find, names
+from interlace.schedules.finder import PLAIN, Schedule, find, names
 from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, PipelineStep, simulate_pipeline
 from interlace.text import aligned, milliseconds, percent
 
@@ -91,7 +90,7 @@ class PipelineRow:
 def simulated(
     schedule: Schedule, ranks: int, micro_batches: int, times: StageTimes
 ) -> PipelineStep:
-    """A step by a schedule; `eager_folded` runs as far ahead as these times ask for. Raises
+    """A step by a schedule, with the options that these times ask for. Raises
     InputError if the schedule does not run so."""
     actions = schedule.of_ranks(ranks, micro_batches, options=options(schedule, ranks, times))
     return simulate_pipeline(actions, times.costs(actions), label=schedule.name)
@@ -99,10 +98,11 @@ def simulated(
 
 def options(schedule: Schedule, ranks: int, times: StageTimes) -> Mapping[str, object]:
     """What a schedule takes from the times of a pipeline."""
-    if schedule.name != "eager_folded":
+    of_times = schedule.declared.for_times
+    if of_times is None:
         return {}
     both = (times.forward_ns + times.input_ns + times.weight_ns) // 2
-    return {"depth": depth_for(ranks, both * (1 - times.overlap), 2 * times.transfer_ns)}
+    return of_times(ranks, both * (1 - times.overlap), 2 * times.transfer_ns)
 
 
 def row_of(name: str, chunks: int, found: PipelineStep) -> PipelineRow:
@@ -134,7 +134,7 @@ def compared(
 
 def comparison_table(rows: Sequence[PipelineRow]) -> str:
     """The rows as lines of text, with the time of 1F1B over each."""
-    plain = next((row.step_ns for row in rows if row.schedule == "one_f_one_b"), 0)
+    plain = next((row.step_ns for row in rows if row.schedule == PLAIN), 0)
     header = [
         "schedule",
         "chunks a rank",

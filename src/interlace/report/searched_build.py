@@ -11,6 +11,7 @@ from interlace.errors import InputError
 from interlace.ir.stage_messages import chain
 from interlace.report.pipeline_picture import pipeline_png
 from interlace.run_files import write_whole
+from interlace.schedules.finder import PLAIN
 from interlace.schedules.grid import as_grid
 from interlace.schedules.schedule_text import write_schedule
 from interlace.schedules.sends_receives import with_messages
@@ -86,9 +87,9 @@ def usual_of(fixed: Sequence[FixedPipeline]) -> FixedPipeline:
     """Interleaved 1F1B with an equal number of layers in each of two chunks, or, if the model has
     too few units for two, 1F1B."""
     equal = [each for each in fixed if each.cut == EQUAL]
-    names = {each.schedule for each in equal}
-    name = USUAL if USUAL in names else "one_f_one_b"
-    return min((e for e in equal if e.schedule == name), key=lambda e: e.chunks)
+    fewest_last = sorted(equal, key=lambda each: -each.chunks)
+    found = {each.schedule: each for each in fewest_last}
+    return found.get(USUAL) or found[PLAIN]
 
 
 def searched_page(found: SearchedPipeline) -> str:

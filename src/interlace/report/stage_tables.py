@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from interlace.ir.actions import Action
+from interlace.schedules.finder import PLAIN
 from interlace.sim.pipeline_step import PipelineStep
 from interlace.text import aligned, milliseconds, percent, size
 
 _RANK_HEADER = ("rank", "chunks", "compute ms", "bubble", "values kept", "weights and the like")
 _HEADER = ("schedule", "chunks", "step ms", "against 1F1B", "bubble", "most memory of a rank")
-_PLAIN = "one_f_one_b"
-"""What the others are compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ def stages_json(
 
 
 def _row(each: StagedStep, others: Sequence[StagedStep]) -> tuple[str, ...]:
-    plain = next((other.step.step_ns for other in others if other.schedule == _PLAIN), 0)
+    plain = next((other.step.step_ns for other in others if other.schedule == PLAIN), 0)
     step = each.step
     return (
         each.schedule,

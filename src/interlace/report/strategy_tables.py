@@ -13,7 +13,7 @@ from interlace.report.simulation_tables import (
 from interlace.strategy.contributions import Contribution
 from interlace.strategy.expected_error import expected_error
 from interlace.strategy.layout_search import WORTH, FoundLayouts
-from interlace.strategy.lower_bounds import interleaves
+from interlace.strategy.schedule_facts import interleaves
 from interlace.strategy.simulated_job import SimulatedJob
 from interlace.text import aligned, percent
 

@@ -21,9 +21,9 @@ from interlace.hardware.topology import Topology, cluster_topology, host_groups
 from interlace.ranks.agree import odd_ones
 from interlace.ranks.identity import ProcessIdentity
 from interlace.reshard.inputs import (
-    Item,
     Move,
     PlacementsOf,
+    PlannedTensor,
     claimed_sources,
     digest,
     held_tensors,
@@ -128,7 +128,7 @@ class Agreement:
 
     number: int
     """Of the plan, alike on all its ranks and of no other plan of the world."""
-    items: Sequence[Item]
+    items: Sequence[PlannedTensor]
     plan: TransferPlan
     program: Program
     rank: int
@@ -158,7 +158,7 @@ def agree_on_moves(specs: Mapping[str, Move], settings: Settings) -> Agreement:
     if not specs:
         raise InputError("there is no tensor to move", hint="give at least one")
     meshes = [mesh for move in specs.values() for mesh in (move.src_mesh, move.dst_mesh)]
-    items: list[Item] = []
+    items: list[PlannedTensor] = []
 
     def described() -> TransferClaim:
         items.extend(
@@ -187,7 +187,7 @@ def agree_on_tensors(
     ranks: Sequence[int] = dist.get_process_group_ranks(_group(settings))
     if src_mesh is not None:
         ranks = MeshRanks.of(src_mesh).ranks + MeshRanks.of(dst_mesh).ranks
-    items: list[Item] = []
+    items: list[PlannedTensor] = []
 
     def placed() -> TransferClaim:
         items.extend(
@@ -222,7 +222,7 @@ def _meet(ranks: Sequence[int], settings: Settings) -> Meeting:
 
 def _agree(
     meeting: Meeting,
-    items: Sequence[Item],
+    items: Sequence[PlannedTensor],
     claims: Mapping[int, Mapping[str, Any]],
     settings: Settings,
 ) -> Agreement:
@@ -322,7 +322,7 @@ def _held(tensors: Mapping[str, DTensor] | None, src_mesh: DeviceMesh | None) ->
     return sources_claim(sources, whole=rank == min(sources[0].mesh.ranks))
 
 
-def _check_group(items: Sequence[Item], settings: Settings) -> None:
+def _check_group(items: Sequence[PlannedTensor], settings: Settings) -> None:
     """Raises InputError unless the process group can move these tensors."""
     group = _group(settings)
     layouts = [layout for item in items for layout in (item.source.held(), item.destination)]

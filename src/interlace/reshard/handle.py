@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from interlace.errors import InterlaceError, RunError
 from interlace.reshard.flight import Flight
-from interlace.reshard.inputs import Item
+from interlace.reshard.inputs import PlannedTensor
 from interlace.reshard.layouts import reduce_partial
 from interlace.reshard.messages import Shards
 from interlace.reshard.peers import Peers
@@ -34,7 +34,7 @@ class Handle:
 
     def __init__(
         self,
-        items: Sequence[Item],
+        items: Sequence[PlannedTensor],
         program: Program,
         sources: Sequence[DTensor | None],
         *,
@@ -183,7 +183,7 @@ class Handle:
             result[item.name] = None if local is None else _as_dtensor(item, local)
         return result
 
-    def _source(self, item: Item, tensor: DTensor | None) -> Tensor | None:
+    def _source(self, item: PlannedTensor, tensor: DTensor | None) -> Tensor | None:
         if tensor is None:
             return None
         source = item.source
@@ -193,7 +193,7 @@ class Handle:
                 held = reduce_partial(held, source.reduced())
         return held.to_local().resolve_conj().resolve_neg()
 
-    def _empty(self, item: Item, box: Box | None) -> Tensor | None:
+    def _empty(self, item: PlannedTensor, box: Box | None) -> Tensor | None:
         if box is None:
             return None
         shape = [stop - start for start, stop in box]
@@ -271,7 +271,7 @@ def _order_behind(work: dist.Work, _peer: int) -> None:
     work.wait()
 
 
-def _as_dtensor(item: Item, local: Tensor) -> DTensor:
+def _as_dtensor(item: PlannedTensor, local: Tensor) -> DTensor:
     shape = torch.Size(item.source.shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(

@@ -50,7 +50,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class PlannedTensor:
     """One tensor of a plan."""
 
     source: SourceTensor
@@ -72,7 +72,9 @@ class Item:
         return f"{self.source.titled()} {source} to {to}"
 
 
-def make_item(source: SourceTensor, dst_mesh: DeviceMesh, dst_placements: Placements) -> Item:
+def make_item(
+    source: SourceTensor, dst_mesh: DeviceMesh, dst_placements: Placements
+) -> PlannedTensor:
     """A tensor and where it goes. Raises InputError if it cannot go there."""
     mesh = MeshRanks.of(dst_mesh)
     where = f"{source.name}: dst"
@@ -86,7 +88,7 @@ def make_item(source: SourceTensor, dst_mesh: DeviceMesh, dst_placements: Placem
             f"{source.name}: from a mesh of {source.mesh.device_type} to one of {mesh.device_type}",
             hint="make both meshes of the same device type",
         )
-    return Item(
+    return PlannedTensor(
         source=source,
         dst_mesh=dst_mesh,
         dst_placements=tuple(dst_placements),
@@ -180,7 +182,7 @@ def digest(table: Any) -> str:
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
-def check_planned(tensor: DTensor | None, item: Item, rank: int) -> None:
+def check_planned(tensor: DTensor | None, item: PlannedTensor, rank: int) -> None:
     """Raises InputError unless the tensor is the one that was planned."""
     if tensor is None:
         raise InputError(f"{item.name!r} is missing", hint="give it on every rank of its mesh")

@@ -26,7 +26,7 @@ from interlace.reshard.planning.inferred_layouts import InferredLayouts, infer_l
 from interlace.reshard.planning.make_plan import make_plan
 from interlace.reshard.planning.transfer_plan import TensorSpec
 from interlace.reshard.program import Program, make_program, receives_first
-from interlace.runtime.handovers import Carried, Handovers, Route
+from interlace.runtime.handovers import Carried, ChunkRoute, Handovers
 from interlace.runtime.stage_meshes import DATA_AXES, StageMeshes
 
 _MESSAGE_BYTES = 64 << 20
@@ -67,7 +67,7 @@ class _Tensor:
 
 def boundaries_of(
     handovers: Handovers, stages: StageMeshes, strategy: str = "auto"
-) -> dict[Route, Boundary]:
+) -> dict[ChunkRoute, Boundary]:
     """How the messages of this rank's stage move, by a strategy of `make_plan`. Collective on the
     default group.
 
@@ -90,7 +90,7 @@ def boundaries_of(
     )
     seen = [of_ranks[leader]["messages"] for leader in stages.leaders]
     routes = sorted({route for each in seen for route in each})
-    found: dict[Route, Boundary] = {}
+    found: dict[ChunkRoute, Boundary] = {}
     for number, text in enumerate(routes):
         route = _route(text)
         ends = [handovers.rank_of[chunk] for chunk in route[1:]]
@@ -147,7 +147,7 @@ def _specs(
 
 def _layouts(
     text: str,
-    route: Route,
+    route: ChunkRoute,
     ends: Sequence[int],
     tensors: Sequence[Sequence[_Tensor]],
     stages: StageMeshes,
@@ -222,12 +222,12 @@ def _called(text: str, place: int, tensor: _Tensor) -> str:
     return f"tensor {place} of {text}{made_by}"
 
 
-def _text(route: Route) -> str:
+def _text(route: ChunkRoute) -> str:
     """`forward_0>1`."""
     return f"{route[0]}_{route[1]}>{route[2]}"
 
 
-def _route(text: str) -> Route:
+def _route(text: str) -> ChunkRoute:
     way, chunks = text.rsplit("_", 1)
     source, to = chunks.split(">")
     return Direction(way), int(source), int(to)

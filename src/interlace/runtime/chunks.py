@@ -21,7 +21,7 @@ from interlace.ir.actions import Direction, Share, Strand, strand
 from interlace.ir.chunk_graphs import chunk_graphs
 from interlace.ir.graph import OpGraph
 from interlace.parallel.data import DataLayout
-from interlace.runtime.handovers import Carried, Handovers, Route
+from interlace.runtime.handovers import Carried, ChunkRoute, Handovers
 from interlace.runtime.stage_gathers import gathered_in_chunks
 from interlace.runtime.traced_strands import BACKWARD, FORWARD, Strands
 
@@ -363,8 +363,8 @@ class _Chunking:
             homes.append(min(wanted))
         return [self.forward_labels[chunk] for chunk in homes]
 
-    def _routes(self) -> dict[Route, dict[str, Carried]]:
-        found: dict[Route, dict[str, Carried]] = {}
+    def _routes(self) -> dict[ChunkRoute, dict[str, Carried]]:
+        found: dict[ChunkRoute, dict[str, Carried]] = {}
         for cut in (self.forward, self.backward):
             for label, values in cut.read.items():
                 for value in values:

@@ -37,6 +37,8 @@ from interlace.schedules.finder import Schedule, find
 
 Batch = tuple[Tensor, ...]
 """The inputs of one micro-batch; those of a language model are tokens and targets."""
+NamedBatch = dict[str, Tensor]
+"""The same by name, as the loaders of transformers and torchtitan give them."""
 _BACKWARD_SHARES = (Share.WHOLE, Share.INPUT, Share.WEIGHT)
 """How a backward may be run."""
 _NOBODY: frozenset[str] = frozenset()

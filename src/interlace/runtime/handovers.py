@@ -11,7 +11,7 @@ from interlace.graphs.trace import Binding
 from interlace.ir.actions import Direction
 from interlace.ir.stage_messages import Edge
 
-Route = tuple[Direction, int, int]
+ChunkRoute = tuple[Direction, int, int]
 """Direction, chunk, and the chunk that reads what it makes."""
 
 
@@ -46,7 +46,7 @@ class Handovers:
     """By chunk."""
     edges: tuple[Edge, ...]
     """Which chunk reads what another one makes, in forward or, the other way round, in backward."""
-    messages: Mapping[Route, tuple[Carried, ...]]
+    messages: Mapping[ChunkRoute, tuple[Carried, ...]]
     """What goes from chunk to chunk, of those that are on different ranks."""
     owners: Mapping[str, int]
     """By parameter that gets a gradient, the chunk that adds it up."""

@@ -25,7 +25,7 @@ from interlace.reshard.messages import Shards
 from interlace.reshard.planning.inferred_layouts import InferredLayouts
 from interlace.reshard.wire import Buffers, Wire
 from interlace.runtime.boundaries import Boundary, boundaries_of
-from interlace.runtime.handovers import Handovers, Route
+from interlace.runtime.handovers import ChunkRoute, Handovers
 from interlace.runtime.joint_end import WAIT_S
 from interlace.runtime.stage_link import Arrival, StageLink, T, Transit
 from interlace.runtime.stage_meshes import DATA_AXES, StageMeshes
@@ -69,11 +69,11 @@ class LaidOutLink(StageLink):
         self._stages = stages
         self._strategy = strategy
         self._leads = dist.get_rank() == stages.leaders[stages.number]
-        self._boundaries: dict[Route, Boundary] = {}
+        self._boundaries: dict[ChunkRoute, Boundary] = {}
         self._loss_ranks = 1
         self._messages = 0
         """Routes between chunks, those of other stages too."""
-        self._compared: set[Route] = set()
+        self._compared: set[ChunkRoute] = set()
         """Routes whose copies have been compared."""
         self._looked = False
 
@@ -223,7 +223,7 @@ def _placed(boundary: Boundary) -> list[tuple[int, InferredLayouts]]:
     return list(zip(boundary.order, boundary.layouts, strict=True))
 
 
-def _route(message: StageMessage) -> Route:
+def _route(message: StageMessage) -> ChunkRoute:
     return message.direction, message.source, message.to
 
 

@@ -18,7 +18,7 @@ from interlace.ir.actions import Action, Direction, Share, Strand
 from interlace.ir.graph import COMPUTE_LANE
 from interlace.ir.stage_messages import Edge, StageMessage
 from interlace.ir.timeline import WAIT, Span, Timeline
-from interlace.runtime.handovers import Handovers, Route
+from interlace.runtime.handovers import ChunkRoute, Handovers
 from interlace.runtime.stage_link import StageLink
 from interlace.sim.pipeline_step import (
     ACTION,
@@ -144,7 +144,9 @@ def _hops(link: StageLink, handovers: Handovers) -> dict[Edge, int]:
     return found
 
 
-def _ping(link: StageLink, handovers: Handovers, route: Route, like: Sequence[torch.Tensor]) -> int:
+def _ping(
+    link: StageLink, handovers: Handovers, route: ChunkRoute, like: Sequence[torch.Tensor]
+) -> int:
     """ns that a message of this route takes: until an answer of one element is back, less the time
     of that."""
     way, first, second = route

@@ -20,7 +20,7 @@ from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.runtime.traced_strands import BACKWARD, FORWARD, Strands
-from interlace.schedules.finder import find
+from interlace.schedules.finder import of_strands
 from interlace.sim.lanes import simulate
 
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ def inductor_plan(strands: Strands, costs: CostTable) -> Plan:
             "parallel.reduce to micro_batch",
         )
     traced = {name: strands.graphs[name] for name in (FORWARD, BACKWARD)}
-    schedule = find("two_strand")
+    schedule = of_strands(2)
     phases = {}
     for phase in schedule.phases(strands.op_graphs):
         graph = phase_graph(phase, strands.op_graphs, 0)

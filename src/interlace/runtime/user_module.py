@@ -21,7 +21,7 @@ from interlace.runtime.stage_link import StageLink
 from interlace.runtime.step_inputs import check_batches
 
 Constants = Mapping[tuple[str, str], Tensor]
-"""What the graphs' inputs stand for, by (role, target)."""
+"""What the graphs' inputs stand for, by (role, target): weights, buffers, gradient sums."""
 LossFunction = Callable[..., Tensor | tuple[Tensor, ...]]
 """Takes the module and a batch, and gives a scalar, or a tuple of it and of results."""
 

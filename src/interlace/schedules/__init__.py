@@ -17,6 +17,7 @@ eager_folded.py       the same with more ahead, so that transfers are hidden
 dual_pipe_v.py        a folded model with cut backwards at the ends
 stp.py                the same, with a forward beside the backward of the same chunk
 rank_writer.py        what such files are written with
+declared.py           what a schedule says of itself beside its actions
 listed.py             schedules that are lists, from a file or a search
 finder.py             from a name and its options to a function, to actions and to phases
 stage.py              a schedule as one rank of a pipeline runs it

@@ -7,9 +7,11 @@ rank keeps the values of more than 2p + 1 chunks.
 """
 
 from interlace.ir.actions import Action
+from interlace.schedules.declared import declare
 from interlace.schedules.rank_writer import ChunkPasses, RankWriter, folded_chunks, need_chunks
 
 
+@declare(settles=4, proposed=True)
 def dual_pipe_v(ranks: int, micro_batches: int, chunks: int = 2) -> tuple[tuple[Action, ...], ...]:
     """Rank r has the chunks r and 2p - 1 - r."""
     need_chunks("dual_pipe_v", chunks, 2)

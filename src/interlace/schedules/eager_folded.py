@@ -17,13 +17,20 @@ from itertools import accumulate
 
 from interlace.errors import InputError
 from interlace.ir.actions import Action
+from interlace.schedules.declared import AS_SHORT, Options, declare
 from interlace.schedules.folded import w_shape
 from interlace.schedules.rank_writer import need_chunks
 
-AS_SHORT = 1.01
-"""A depth is taken if its period is at most so many times the shortest one: a choice."""
+
+def _depths(ranks: int) -> tuple[Options, ...]:
+    return tuple({"depth": depth} for depth in range(ranks, 2 * ranks))
 
 
+def _for_times(ranks: int, pair_ns: float, hop_ns: float) -> Options:
+    return {"depth": depth_for(ranks, pair_ns, hop_ns)}
+
+
+@declare(settles=6, proposed=True, variants=_depths, for_times=_for_times)
 def eager_folded(
     ranks: int, micro_batches: int, chunks: int = 2, depth: int | None = None
 ) -> tuple[tuple[Action, ...], ...]:
@@ -45,11 +52,6 @@ def depth_for(ranks: int, pair_ns: float, hop_ns: float) -> int:
     both messages of a down or an up between two ranks, `pair_ns` that of a pair of passes."""
     periods = {d: period_ns(ranks, d, pair_ns, hop_ns) for d in range(ranks, 2 * ranks)}
     return min(depth for depth in periods if periods[depth] <= AS_SHORT * min(periods.values()))
-
-
-def depths(ranks: int) -> tuple[str, ...]:
-    """By name, with all depths but the greatest, which is the default, the least first."""
-    return tuple(f"eager_folded(depth={depth})" for depth in range(ranks, 2 * ranks - 1))
 
 
 def period_ns(ranks: int, depth: int, pair_ns: float, hop_ns: float) -> float:

@@ -10,10 +10,12 @@ r keeps the values of at most 2 (p - r) - 1 micro-batches, where 1F1B keeps p - 
 """
 
 from interlace.ir.actions import Action
+from interlace.schedules.declared import declare
 from interlace.schedules.one_f_one_b import in_turn
 from interlace.schedules.rank_writer import ChunkPasses, need_chunks
 
 
+@declare(settles=2, proposed=True)
 def eager_one_f_one_b(
     ranks: int, micro_batches: int, chunks: int = 1
 ) -> tuple[tuple[Action, ...], ...]:

@@ -7,7 +7,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -19,6 +19,7 @@ from interlace.ir.phases import phase_graph, whole_graph
 from interlace.ir.plan import PhasePlan, Plan
 from interlace.ir.stage_messages import Edge
 from interlace.own_code import load_function
+from interlace.schedules.declared import Declared, declared_of
 from interlace.schedules.listed import READERS, ListedSchedule, read_listed
 from interlace.schedules.passes import with_ends, with_heads, with_once_a_step
 from interlace.schedules.verify import check_ranks
@@ -36,6 +37,10 @@ _ALSO = {
 }
 """Names of the same schedules elsewhere (papers, torch.distributed.pipelining), in small letters
 and without marks between words."""
+PLAIN = "one_f_one_b"
+"""1F1B, the schedule of a pipeline that others are compared with."""
+_OF_STRANDS = {1: "one_strand", 2: "two_strand"}
+"""Of a model on one stage, by the number of strands."""
 _HALVES = (Share.INPUT, Share.WEIGHT)
 """Shares of a backward that was cut in two."""
 _CALL = re.compile(r"([^()]+)\((.*)\)")
@@ -72,6 +77,21 @@ class Schedule:
         parameter = inspect.signature(self.function).parameters.get("chunks")
         given = parameter is not None and parameter.default is not inspect.Parameter.empty
         return int(parameter.default) if parameter is not None and given else 1
+
+    @property
+    def declared(self) -> Declared:
+        """What it says of itself, beside its actions."""
+        return declared_of(self.function)
+
+    def variants(self, ranks: int) -> "tuple[Schedule, ...]":
+        """Itself with each choice of options that it declares, its default last; itself alone if it
+        declares none."""
+        choices = self.declared.variants
+        if choices is None:
+            return (self,)
+        return tuple(
+            Schedule(*with_options(self.name, self.function, options)) for options in choices(ranks)
+        )
 
     @property
     def seen(self) -> int:
@@ -130,6 +150,20 @@ class Schedule:
 
         Raises InputError if the schedule cannot run so, naming the action."""
         chunks = self.chunks if chunks is None else chunks
+        found = self.unproved(ranks, micro_batches, chunks, options=options)
+        total = ranks * chunks
+        check_ranks(found, micro_batches=micro_batches, chunks=total, name=self.name, edges=edges)
+        return found
+
+    def unproved(
+        self,
+        ranks: int,
+        micro_batches: int,
+        chunks: int,
+        *,
+        options: Mapping[str, object] | None = None,
+    ) -> tuple[tuple[Action, ...], ...]:
+        """The same without the proof that the actions can run, which takes most of the time."""
         for name, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
             if value < 1:
                 raise InputError(
@@ -138,10 +172,7 @@ class Schedule:
         given = self.function(
             ranks=ranks, micro_batches=micro_batches, chunks=chunks, **self._known(options or {})
         )
-        found = self._checked(given, ranks)
-        total = ranks * chunks
-        check_ranks(found, micro_batches=micro_batches, chunks=total, name=self.name, edges=edges)
-        return found
+        return self._checked(given, ranks)
 
     def digest(self, graphs: Collection[str], *, head: bool = False) -> str:
         """A hash of the actions of steps of 2 to `MOST` micro-batches, or of as many as a list has;
@@ -245,6 +276,12 @@ def find(schedule: str | ScheduleFunction) -> Schedule:
     return Schedule(*with_options(schedule, getattr(module, schedule), options))
 
 
+@lru_cache(maxsize=2)
+def of_strands(count: int) -> Schedule:
+    """The schedule of a model on one stage with one or two strands."""
+    return find(_OF_STRANDS[count])
+
+
 def names() -> tuple[str, ...]:
     """The schedules of this package: its modules that have a function of their own name."""
     found = [module.name for module in pkgutil.iter_modules(schedules.__path__)]
@@ -327,4 +364,5 @@ def with_options(
     text = ",".join(f"{option}={value}" for option, value in options.items())
     made: Any = partial(function, **options)
     made.__module__, made.__qualname__ = function.__module__, function.__qualname__
+    made.declared = declared_of(function).without_choices()
     return f"{name}({text})", made

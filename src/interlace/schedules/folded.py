@@ -11,9 +11,11 @@ and each rank keeps the values of at most 2p + 1 chunks. On one rank this is two
 """
 
 from interlace.ir.actions import Action, Strand
+from interlace.schedules.declared import declare
 from interlace.schedules.rank_writer import RankWriter, folded_chunks, need_chunks
 
 
+@declare(settles=4, proposed=True)
 def folded(ranks: int, micro_batches: int, chunks: int = 2) -> tuple[tuple[Action, ...], ...]:
     """Rank r has the chunks r and 2p - 1 - r. Raises InputError for another number than two."""
     need_chunks("folded", chunks, 2)

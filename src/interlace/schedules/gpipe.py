@@ -8,9 +8,11 @@ With F, B the times of a stage's passes, a step of m micro-batches on p ranks ta
 """
 
 from interlace.ir.actions import Action
+from interlace.schedules.declared import declare
 from interlace.schedules.rank_writer import ChunkPasses, RankWriter
 
 
+@declare(any_chunks=True)
 def gpipe(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
     """Rank r has the chunks r, r + ranks, r + 2 ranks, ..."""
     return tuple(_rank(rank, ranks, micro_batches, chunks) for rank in range(ranks))

@@ -9,9 +9,11 @@ micro-batches runs as the next multiple of p without those that are missing.
 
 from interlace.errors import InputError
 from interlace.ir.actions import Action
+from interlace.schedules.declared import declare
 from interlace.schedules.rank_writer import ChunkPasses, RankWriter
 
 
+@declare(settles=2, proposed=True, any_chunks=True)
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> tuple[tuple[Action, ...], ...]:
     """Rank r has the chunks r, r + ranks, ... Raises InputError for one chunk on a rank."""
     if chunks < 2:

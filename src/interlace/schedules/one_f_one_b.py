@@ -10,9 +10,11 @@ transfer that takes c makes the period F + B + 2c (p - 1) / p (papers 2.5).
 """
 
 from interlace.ir.actions import Action
+from interlace.schedules.declared import declare
 from interlace.schedules.rank_writer import ChunkPasses, RankWriter, need_chunks
 
 
+@declare(settles=2, proposed=True)
 def one_f_one_b(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
     """Rank r has chunk r, and runs p - r forwards before its first backward."""
     need_chunks("one_f_one_b", chunks, 1)

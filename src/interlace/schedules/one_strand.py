@@ -1,9 +1,11 @@
 """One micro-batch after the other: F1, B1, F2, B2, ... What plain gradient accumulation does."""
 
 from interlace.ir.actions import Action
+from interlace.schedules.declared import declare
 from interlace.schedules.rank_writer import ChunkPasses, RankWriter
 
 
+@declare(settles=2)
 def one_strand(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
     """Every micro-batch forward, then backward, chunk by chunk. On several ranks, of which rank r
     has the chunks r, r + ranks, ..., only one of them computes at a time: what others are compared

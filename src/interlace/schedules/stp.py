@@ -8,9 +8,11 @@ those that wait make later ones wait.
 """
 
 from interlace.ir.actions import Action
+from interlace.schedules.declared import declare
 from interlace.schedules.rank_writer import ChunkPasses, RankWriter, folded_chunks, need_chunks
 
 
+@declare(settles=4, proposed=True)
 def stp(ranks: int, micro_batches: int, chunks: int = 2) -> tuple[tuple[Action, ...], ...]:
     """Rank r has the chunks r and 2p - 1 - r."""
     need_chunks("stp", chunks, 2)

@@ -6,8 +6,10 @@ round. Only the first forward and the last backward have no other strand beside 
 
 from interlace.errors import InputError
 from interlace.ir.actions import Action, backward, forward, together
+from interlace.schedules.declared import declare
 
 
+@declare(settles=2)
 def two_strand(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
     """Raises InputError for fewer than two micro-batches, and for several chunks or ranks of a
     pipeline, which `folded` takes."""

@@ -15,7 +15,7 @@ from interlace.errors import InputError
 from interlace.ir.actions import Action, Direction, Share, Slot
 from interlace.ir.stage_messages import Edge, chain, chunks_of
 
-Pass = tuple[str, int, int]
+PassKey = tuple[str, int, int]
 """(F, B, I or W; chunk; micro-batch)."""
 LETTERS = {
     (Direction.FORWARD, Share.WHOLE): "F",
@@ -72,7 +72,7 @@ def order_of_run(
     yield from check.run()
 
 
-def pass_of(slot: Slot) -> Pass:
+def pass_of(slot: Slot) -> PassKey:
     """What a slot runs. A chunk without a number is chunk 0."""
     strand = slot.strand
     return LETTERS[strand.direction, strand.share], strand.chunk or 0, slot.micro_batch
@@ -93,11 +93,11 @@ class _Check:
         self.name = name
         self.reads = {c: [source for source, to in edges if to == c] for c in range(chunks)}
         self.read_by = {c: [to for source, to in edges if source == c] for c in range(chunks)}
-        self.where: dict[Pass, tuple[int, int]] = {}
+        self.where: dict[PassKey, tuple[int, int]] = {}
         """Where each pass runs."""
         self.rank_of: dict[int, int] = {}
         """By chunk."""
-        self.missing: list[Pass | None] = [None] * len(ranks)
+        self.missing: list[PassKey | None] = [None] * len(ranks)
         """By rank: what its next action was seen to wait for."""
         wrong = [(s, t) for s, t in edges if not 0 <= s < t < chunks]
         if wrong:
@@ -137,7 +137,7 @@ class _Check:
         """(rank, index) in the order of a run in which ranks take turns. Raises ScheduleError where
         no rank can go on."""
         at = [0] * len(self.ranks)
-        done: set[Pass] = set()
+        done: set[PassKey] = set()
         going = True
         while going:
             going = False
@@ -180,13 +180,13 @@ class _Check:
                 raise self._error(rank, index, f"runs {words(found)} {again}", "run each pass once")
         self.where[found] = rank, index
 
-    def _backwards(self, chunk: int, micro_batch: int) -> tuple[Pass, ...]:
+    def _backwards(self, chunk: int, micro_batch: int) -> tuple[PassKey, ...]:
         """The passes that a micro-batch's backward through a chunk consists of."""
         halves = ("I", chunk, micro_batch), ("W", chunk, micro_batch)
         is_cut = halves[0] in self.where or halves[1] in self.where
         return halves if is_cut else (("B", chunk, micro_batch),)
 
-    def _needs(self, each: Pass) -> list[Pass]:
+    def _needs(self, each: PassKey) -> list[PassKey]:
         """What must have run before: its inputs and, for sums of gradients, the micro-batch
         before."""
         letter, chunk, number = each
@@ -201,7 +201,7 @@ class _Check:
             needs.append(self._backwards(chunk, number - 1)[-1])
         return needs
 
-    def _can_run(self, rank: int, index: int, done: set[Pass]) -> bool:
+    def _can_run(self, rank: int, index: int, done: set[PassKey]) -> bool:
         actions = self.ranks[rank]
         if index == len(actions):
             return False
@@ -216,9 +216,9 @@ class _Check:
         self.missing[rank] = None
         return True
 
-    def _stuck(self, at: Sequence[int], done: set[Pass]) -> ScheduleError:
+    def _stuck(self, at: Sequence[int], done: set[PassKey]) -> ScheduleError:
         """Why no rank can go on."""
-        waits: dict[int, tuple[Pass, Pass]] = {}
+        waits: dict[int, tuple[PassKey, PassKey]] = {}
         for rank, index in enumerate(at):
             if index == len(self.ranks[rank]):
                 continue
@@ -241,7 +241,7 @@ class _Check:
                         waits.setdefault(rank, (each, need))
         return self._cycle(at, waits)
 
-    def _cycle(self, at: Sequence[int], waits: dict[int, tuple[Pass, Pass]]) -> ScheduleError:
+    def _cycle(self, at: Sequence[int], waits: dict[int, tuple[PassKey, PassKey]]) -> ScheduleError:
         walk = [next(iter(waits))]
         while (following := self.where[waits[walk[-1]][1]][0]) not in walk:
             walk.append(following)
@@ -269,14 +269,14 @@ class _Check:
         )
 
 
-def _same_work(each: Pass) -> list[Pass]:
+def _same_work(each: PassKey) -> list[PassKey]:
     """The passes that would compute, in whole or in part, what this one does."""
     letter, chunk, micro_batch = each
     letters = {"F": "F", "B": "BIW", "I": "BI", "W": "BW"}[letter]
     return [(other, chunk, micro_batch) for other in letters]
 
 
-def words(each: Pass) -> str:
+def words(each: PassKey) -> str:
     """`the backward of micro-batch 1 through chunk 0`."""
     letter, chunk, micro_batch = each
     return f"{_WORDS[letter]} of micro-batch {micro_batch} through chunk {chunk}"

@@ -10,9 +10,11 @@ first one does in 1F1B.
 """
 
 from interlace.ir.actions import Action
+from interlace.schedules.declared import declare
 from interlace.schedules.rank_writer import ChunkPasses, RankWriter, need_chunks
 
 
+@declare(settles=2, proposed=True)
 def zb_h1(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
     """Rank r has chunk r."""
     need_chunks("zb_h1", chunks, 1)

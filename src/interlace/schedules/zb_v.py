@@ -6,9 +6,11 @@ in 1F1B.
 """
 
 from interlace.ir.actions import Action
+from interlace.schedules.declared import declare
 from interlace.schedules.rank_writer import RankWriter, folded_chunks, need_chunks
 
 
+@declare(settles=2, proposed=True)
 def zb_v(ranks: int, micro_batches: int, chunks: int = 2) -> tuple[tuple[Action, ...], ...]:
     """Rank r has the chunks r and 2p - 1 - r."""
     need_chunks("zb_v", chunks, 2)

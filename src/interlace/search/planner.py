@@ -16,7 +16,7 @@ from interlace.ir.plan import PhasePlan, Plan, check, without_heads
 from interlace.ir.timeline import WAIT, Timeline
 from interlace.old_words import present_search
 from interlace.own_code import load_function
-from interlace.schedules.finder import Schedule, find
+from interlace.schedules.finder import Schedule, of_strands
 from interlace.search.evaluator import Evaluator
 from interlace.search.list_scheduling import order_list
 from interlace.search.memory import peak_bytes
@@ -148,7 +148,7 @@ def make_plan(
     user's own know no other limit than that."""
     search = present_search(search, "search")
     best = find_search(search).optimises
-    schedule = schedule or find("two_strand")
+    schedule = schedule or of_strands(2)
     # A share beyond one strand is known of whole models only.
     aim = limits.aim(graphs) if best and schedule.is_alone else limits.bound_bytes
 

@@ -12,6 +12,7 @@ rank_memory.py      peak memory of a rank by what holds it
 step_ends.py        what a rank does once a step: gathers, reductions, the optimizer
 simulated_job.py    a step of all ranks that differ
 expected_error.py   how far off that may be
+schedule_facts.py   what the schedule of a layout does, from its actions
 layout_space.py     all layouts that a run file may have on so many devices
 lower_bounds.py     times and memory that no simulation of a layout goes below
 steady_step.py      a long step from two shorter ones

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.rules import check
+from interlace.schedules.finder import PLAIN, of_strands
 from interlace.strategy.job_layout import JobLayout, with_layout
-from interlace.strategy.lower_bounds import interleaves
 from interlace.strategy.rank_memory import MemoryParts
+from interlace.strategy.schedule_facts import interleaves
 from interlace.strategy.simulated_job import SimulatedJob, parts_of, simulate_job
 
 
@@ -38,16 +39,16 @@ def _variants(layout: JobLayout) -> Iterator[tuple[str, str, JobLayout, bool]]:
     """(technique, what is done instead, the layout, whether strands still run side by side)."""
     if interleaves(layout):
         if layout.pipeline == 1:
-            yield "two strands", "one strand", replace(layout, schedule="one_strand"), True
+            yield "two strands", "one strand", replace(layout, schedule=of_strands(1).name), True
         else:
             yield "two strands", "the same order, one pass after the other", layout, False
-    if layout.pipeline > 1 and layout.schedule != "one_f_one_b":
-        plain = replace(layout, schedule="one_f_one_b")
+    plain = replace(layout, schedule=PLAIN)
+    if layout.pipeline > 1 and plain != layout:
         yield f"schedule {layout.schedule}", "1F1B", plain, True
     if layout.pipeline > 1:
         count, left = divmod(layout.micro_batches, layout.pipeline)
         if not left:
-            schedule = "two_strand" if count > 1 else "one_strand"
+            schedule = of_strands(2 if count > 1 else 1).name
             flat = replace(
                 layout,
                 pipeline=1,

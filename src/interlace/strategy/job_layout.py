@@ -15,6 +15,7 @@ from interlace.hardware.expert_job import ExpertJob
 from interlace.hardware.step_job import StepJob
 from interlace.model_config import expert_width_of, head_size_of
 from interlace.rules import check
+from interlace.schedules.finder import find, of_strands
 
 BYTE_TOKENS = 256
 """Tokens of the tokenizer `bytes`."""
@@ -124,8 +125,8 @@ def layout_of(config: RunConfig, ranks: int = 0, expert_load: float = 1.0) -> Jo
             "parallel.data_shard = -1 takes all ranks that are left, and their number is not given",
             hint="name a cluster of so many devices, as in --cluster h100x64",
         )
-    alone = {"1": "one_strand", "2": "two_strand"}
-    schedule = config.pipeline.schedule if parallel.pipeline > 1 else alone[config.strands]
+    staged = parallel.pipeline > 1
+    schedule = find(config.pipeline.schedule) if staged else of_strands(int(config.strands))
     return JobLayout(
         data_replicate=parallel.data_replicate,
         data_shard=parallel.data_shard,
@@ -136,7 +137,7 @@ def layout_of(config: RunConfig, ranks: int = 0, expert_load: float = 1.0) -> Jo
         pipeline=parallel.pipeline,
         zero=parallel.zero,
         reduce=parallel.reduce,
-        schedule=schedule,
+        schedule=schedule.name,
         micro_batch=config.train.micro_batch_size,
         micro_batches=config.train.micro_batches,
         recompute=config.train.recompute,
@@ -171,7 +172,8 @@ def with_layout(config: RunConfig, layout: JobLayout, split_at: tuple[str, ...] 
         if staged
         else type(config.pipeline)()
     )
-    strands: Literal["1", "2"] = "1" if layout.schedule == "one_strand" else "2"
+    is_one = not staged and layout.schedule == of_strands(1).name
+    strands: Literal["1", "2"] = "1" if is_one else "2"
     return replace(config, strands=strands, parallel=parallel, pipeline=pipeline, train=train)
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.rules import check
+from interlace.schedules.finder import split_options
 from interlace.strategy.chunk_cuts import split_names
 from interlace.strategy.job_layout import JobLayout, with_layout
 from interlace.strategy.layout_space import LayoutSpace
-from interlace.strategy.lower_bounds import Bounds, bound_or_none, interleaves
+from interlace.strategy.lower_bounds import Bounds, bound_or_none
 from interlace.strategy.rank_memory import MemoryParts
+from interlace.strategy.schedule_facts import interleaves
 from interlace.strategy.simulated_job import SimulatedJob, simulate_job
 from interlace.strategy.steady_step import SteadyStep, steady_step
 
@@ -26,7 +28,7 @@ SPARE = 0.06
 """Share of a device's memory that a layout leaves to the allocator, the context and NCCL."""
 WORTH = 0.01
 """Gain of two strands below which they are not proposed: a choice."""
-Progress = Callable[[str], None]
+SearchProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class FoundLayouts:
         return with_layout(self.space.config, found.layout, split_names(found.cuts) * staged)
 
 
-def search_layouts(space: LayoutSpace, progress: Progress = lambda _: None) -> FoundLayouts:
+def search_layouts(space: LayoutSpace, progress: SearchProgress = lambda _: None) -> FoundLayouts:
     """Raises InputError if no layout is legal, or none fits in memory."""
     bounds = Bounds(space.config, space.cluster)
     room = (1 - SPARE) * space.cluster.memory_gib * 2**30
@@ -176,7 +178,7 @@ class _Queue:
 
 
 def _alike(layout: JobLayout) -> tuple[object, ...]:
-    name = layout.schedule.partition("(")[0]
+    name, _ = split_options(layout.schedule)
     split = layout.tensor, layout.context, layout.context_method, layout.expert, layout.pipeline
     return *split, layout.micro_batch, layout.recompute, name
 

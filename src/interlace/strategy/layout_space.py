@@ -8,18 +8,18 @@ memory alone the one that takes less is listed (1F1B, not GPipe).
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from interlace.config import ParallelConfig, PipelineConfig, RunConfig, TrainConfig
 from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster
 from interlace.model_config import expert_width_of
+from interlace.schedules.finder import Schedule, find, names, of_strands
 from interlace.strategy.job_layout import JobLayout, refuse_load, refuse_unknown
 
-ONE_CHUNK = ("one_f_one_b", "eager_one_f_one_b", "zb_h1")
-TWO_CHUNKS = ("zb_v", "folded", "eager_folded", "dual_pipe_v", "stp")
 MOST_CHUNKS = 8
-"""Chunks of a rank in `interleaved`, at most: a choice."""
+"""Chunks of a rank, at most, in schedules that run any number: a choice."""
 LARGEST_MICRO_BATCH = 16
 """Sequences: a choice, as more fill a GPU no better."""
 _SEARCHED = (
@@ -61,7 +61,7 @@ class LayoutSpace:
         refuse_unknown(self.config)
         refuse_load(self.config, self.expert_load)
 
-    @property
+    @cached_property
     def kept(self) -> dict[str, Any]:
         """Fields of the run file that stay as they are, by name."""
         parallel, train = self.config.parallel, self.config.train
@@ -71,14 +71,15 @@ class LayoutSpace:
             for name in _SEARCHED
             if getattr(parallel, name) not in (getattr(usual, name), -1)
         }
-        if self.config.pipeline.schedule != PipelineConfig().schedule:
-            found["schedule"] = self.config.pipeline.schedule
+        schedule = find(self.config.pipeline.schedule).name
+        if schedule != PipelineConfig().schedule:
+            found["schedule"] = schedule
         if train.recompute != plain.recompute:
             found["recompute"] = train.recompute
         if train.micro_batch_size != plain.micro_batch_size:
             found["micro_batch"] = train.micro_batch_size
         if self.config.strands == "1":
-            found["schedule"] = "one_strand"
+            found["strands"] = "1"
         return found
 
     def layouts(self) -> Iterator[JobLayout]:
@@ -86,7 +87,7 @@ class LayoutSpace:
         for tensor in self._of("tensor", self._tensor_degrees()):
             for context, method in self._contexts(tensor):
                 each = tensor * context
-                for pipeline in self._of("pipeline", _divisors(self.devices // each)):
+                for pipeline in self._of("pipeline", self._stages(each)):
                     if pipeline > self.config.model.layers or self.devices % (each * pipeline):
                         continue
                     replicas = self.devices // (each * pipeline)
@@ -122,7 +123,7 @@ class LayoutSpace:
             if share % micro_batch:
                 continue
             count = share // micro_batch
-            for schedule in self._of("schedule", self._schedules(pipeline, count)):
+            for schedule in self._schedules(pipeline, count):
                 for shared in self._shared(split, replicas):
                     for recompute in self._of("recompute", _RECOMPUTE):
                         if recompute == "attention" and split.context_method == "ring":
@@ -164,13 +165,24 @@ class LayoutSpace:
 
     def _schedules(self, pipeline: int, micro_batches: int) -> tuple[str, ...]:
         if pipeline == 1:
-            return ("one_strand", "two_strand") if micro_batches > 1 else ("one_strand",)
+            both = micro_batches > 1 and "strands" not in self.kept
+            return tuple(of_strands(count).name for count in ((1, 2) if both else (1,)))
+        if "schedule" in self.kept:
+            return (self.kept["schedule"],)
         each = self.config.model.layers // pipeline
-        found = [*ONE_CHUNK, *(TWO_CHUNKS if each >= 2 else ())]
-        if micro_batches % pipeline == 0:  # other numbers leave holes in its groups
-            chunks = [c for c in _divisors(each) if 2 <= c <= MOST_CHUNKS]
-            found += [f"interleaved(chunks={c})" for c in chunks]
+        found: list[str] = []
+        for schedule in _proposed():
+            if not schedule.declared.any_chunks:
+                found += [schedule.name] if schedule.chunks <= each else []
+            elif micro_batches % pipeline == 0:  # other numbers leave holes in their groups
+                chunks = range(schedule.chunks, min(each, MOST_CHUNKS) + 1)
+                found += [f"{schedule.name}(chunks={c})" for c in chunks if each % c == 0]
         return tuple(found)
+
+    def _stages(self, each: int) -> list[int]:
+        """Numbers of stages, where so many ranks share a layer. Stages run strands by a
+        schedule."""
+        return [1] if "strands" in self.kept else _divisors(self.devices // each)
 
     def _tensor_degrees(self) -> list[int]:
         """Those that split the model."""
@@ -187,6 +199,13 @@ class LayoutSpace:
 
     def _of(self, name: str, values: Any) -> tuple[Any, ...]:
         return (self.kept[name],) if name in self.kept else tuple(values)
+
+
+@lru_cache(maxsize=1)
+def _proposed() -> tuple[Schedule, ...]:
+    """Schedules of pipelines that are worth trying, those of few chunks first."""
+    found = [schedule for schedule in map(find, names()) if schedule.declared.proposed]
+    return tuple(sorted(found, key=lambda each: (each.declared.any_chunks, each.chunks)))
 
 
 def _is_round(size: int, replicas: int) -> bool:

@@ -14,24 +14,13 @@ from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster
 from interlace.ir.actions import Direction, Share
-from interlace.ir.stage_messages import chunks_of
-from interlace.schedules.finder import find
 from interlace.strategy.chunk_cuts import chunk_shapes, even_cuts
 from interlace.strategy.job_layout import JobLayout, step_job
 from interlace.strategy.pass_times import ChunkShape, PassCost, PassTimes
 from interlace.strategy.rank_memory import kept_bytes, rank_memory, rank_parameters
-from interlace.strategy.simulated_job import JobParts, parts_of, schedule_actions
+from interlace.strategy.schedule_facts import ScheduleFacts, chunks_on_a_rank, facts_of
+from interlace.strategy.simulated_job import JobParts, parts_of
 from interlace.strategy.step_ends import ends_of
-
-INTERLEAVING = ("two_strand", "folded", "eager_folded", "dual_pipe_v", "stp")
-"""Schedules with two strands in an action."""
-_FULL = 3
-"""After so many micro-batches for each rank of a pipeline, a schedule keeps no more forwards."""
-
-
-def interleaves(layout: JobLayout) -> bool:
-    """Whether it runs two strands side by side."""
-    return layout.schedule.partition("(")[0] in INTERLEAVING
 
 
 @dataclass
@@ -67,7 +56,7 @@ class Bounds:
         """What the rank that needs most takes, about: chunks with equally many layers. A layout
         that needs more than `room` with one chunk's values is not looked at further."""
         job = step_job(self.config, layout)
-        chunks = layout.pipeline * _chunks(layout.schedule)
+        chunks = layout.pipeline * chunks_on_a_rank(layout.schedule)
         one = kept_bytes(job, layout) * max(1, job.layers // chunks)
         parameters = rank_parameters(
             job, layout, job.layers // layout.pipeline, first=False, last=False
@@ -86,14 +75,14 @@ class Bounds:
         """Raises InputError for a model too small for the schedule."""
         parts = self.parts(layout)
         shapes = self._shapes(layout)
-        on = _places(layout.schedule, layout.pipeline)
-        pairs = self._pairs(layout)
+        facts = facts_of(layout)
+        on, cuts = facts.rank_of, facts.cuts_backwards
+        pairs = _pairs(layout, facts)
         work, saved = [0.0] * layout.pipeline, [0.0] * layout.pipeline
         there: dict[int, float] = {}
         back: dict[int, float] = {}
         way = way_back = 0.0
         late = [0.0] * layout.pipeline
-        cuts = _cuts_backwards(layout.schedule)
         for chunk, shape in shapes.items():
             forward, backward = (
                 parts.times.of_passes(((direction, Share.WHOLE, shape),)) for direction in Direction
@@ -106,7 +95,7 @@ class Bounds:
             way_back += backward.ns - weight * cuts
             late[rank] += layout.micro_batches * weight * cuts
             work[rank] += layout.micro_batches * alone
-            saved[rank] += alone - self._paired(layout, parts.times, forward, backward)
+            saved[rank] += alone - _paired(parts.times, forward, backward)
         chunks = len(shapes) / layout.pipeline
         found = []
         for rank in range(layout.pipeline):
@@ -115,32 +104,6 @@ class Bounds:
             found.append(there[rank] + busy + max(0.0, back[rank] - late[rank]))
         ends = min(self._ends(parts, layout, shapes, r, on) for r in {0, layout.pipeline - 1})
         return max(*found, way + way_back) + ends
-
-    def _pairs(self, layout: JobLayout) -> tuple[int, ...]:
-        """By rank: how many actions run two strands."""
-        if not interleaves(layout):
-            return (0,) * layout.pipeline
-        count = min(layout.micro_batches, _FULL * layout.pipeline + 1)
-        chunks = _chunks(layout.schedule)
-        more = chunks * (layout.micro_batches - count)
-        return tuple(n + more for _, n in _counts(layout.schedule, layout.pipeline, count))
-
-    def _paired(
-        self, layout: JobLayout, times: PassTimes, forward: PassCost, backward: PassCost
-    ) -> float:
-        alone = forward.ns + backward.ns
-        if not interleaves(layout):
-            return alone
-        links = times.operators.links.contention
-        compute = alone - sum(forward.exposed.values()) - sum(backward.exposed.values())
-        slower = min((factor for factor, _ in links.factors.values()), default=1.0)
-        busiest, carried = 0.0, dict[str, float]()
-        for cost in (forward, backward):
-            for lane, ns in cost.communication.items():
-                link = links.links.get(lane, lane)
-                carried[link] = carried.get(link, 0.0) + ns
-        busiest = max(carried.values(), default=0.0)
-        return min(alone, max(compute + busiest * (1 - 1 / slower), busiest))
 
     def _ends(
         self,
@@ -157,7 +120,7 @@ class Bounds:
     def _shapes(self, layout: JobLayout) -> Mapping[int, ChunkShape]:
         job = step_job(self.config, layout)
         head = job.vocab * job.hidden / job.active_parameters
-        return _even_shapes(job.layers, layout.pipeline * _chunks(layout.schedule), head)
+        return _even_shapes(job.layers, layout.pipeline * chunks_on_a_rank(layout.schedule), head)
 
     def _ranks(self, layout: JobLayout) -> list[tuple[int, bool, bool, float]]:
         """(layers, has the embedding, has the head, layers whose values are kept) of each rank."""
@@ -165,14 +128,12 @@ class Bounds:
         if layout.pipeline == 1:
             return [(layers, True, True, float(layers))]
         shapes = self._shapes(layout)
-        count = min(layout.micro_batches, _FULL * layout.pipeline)
-        peaks = [n for n, _ in _counts(layout.schedule, layout.pipeline, count)]
-        on = _places(layout.schedule, layout.pipeline)
+        facts = facts_of(layout)
         found = []
         for rank in range(layout.pipeline):
-            own = [chunk for chunk in shapes if on[chunk] == rank]
+            own = [chunk for chunk in shapes if facts.rank_of[chunk] == rank]
             mine = [shapes[chunk].layers for chunk in own]
-            kept = peaks[rank] * min(mine)
+            kept = facts.kept[rank] * min(mine)
             found.append((sum(mine), 0 in own, len(shapes) - 1 in own, float(kept)))
         return found
 
@@ -182,45 +143,27 @@ def _even_shapes(layers: int, chunks: int, head: float) -> Mapping[int, ChunkSha
     return chunk_shapes(even_cuts(layers, chunks, head), layers)
 
 
-@lru_cache(maxsize=256)
-def _chunks(schedule: str) -> int:
-    return find(schedule).chunks
+def _pairs(layout: JobLayout, facts: ScheduleFacts) -> tuple[int, ...]:
+    """By rank: how many actions run two strands."""
+    more = layout.micro_batches - facts.micro_batches
+    if not facts.interleaves:
+        return facts.pairs
+    return tuple(n + chunks_on_a_rank(layout.schedule) * more for n in facts.pairs)
 
 
-@lru_cache(maxsize=256)
-def _places(schedule: str, ranks: int) -> Mapping[int, int]:
-    """The rank of each chunk."""
-    return chunks_of(schedule_actions(schedule, ranks, 2 if ranks == 1 else ranks))
-
-
-@lru_cache(maxsize=256)
-def _cuts_backwards(schedule: str) -> bool:
-    """Whether it runs gradients of weights apart, on several ranks."""
-    name = schedule.partition("(")[0]
-    if name in ("one_strand", "two_strand"):
-        return False
-    actions = schedule_actions(schedule, 2, 8)
-    return any(s.strand.share == Share.WEIGHT for own in actions for a in own for s in a.slots)
-
-
-@lru_cache(maxsize=2048)
-def _counts(schedule: str, ranks: int, micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """By rank: most forwards whose values are kept at a time, as `sim.pipeline_step` counts, and
-    how many actions run two strands. Not verified: what is simulated is."""
-    found = []
-    function, chunks = find(schedule).function, _chunks(schedule)
-    for own in function(ranks=ranks, micro_batches=micro_batches, chunks=chunks):
-        now = most = pairs = 0
-        for action in own:
-            pairs += len(action.slots) > 1
-            now += sum(slot.strand.direction == Direction.FORWARD for slot in action.slots)
-            most = max(most, now)
-            now -= sum(
-                slot.strand.direction == Direction.BACKWARD and slot.strand.share != Share.INPUT
-                for slot in action.slots
-            )
-        found.append((most, pairs))
-    return tuple(found)
+def _paired(times: PassTimes, forward: PassCost, backward: PassCost) -> float:
+    """What two passes side by side take at least."""
+    alone = forward.ns + backward.ns
+    links = times.operators.links.contention
+    compute = alone - sum(forward.exposed.values()) - sum(backward.exposed.values())
+    slower = min((factor for factor, _ in links.factors.values()), default=1.0)
+    busiest, carried = 0.0, dict[str, float]()
+    for cost in (forward, backward):
+        for lane, ns in cost.communication.items():
+            link = links.links.get(lane, lane)
+            carried[link] = carried.get(link, 0.0) + ns
+    busiest = max(carried.values(), default=0.0)
+    return min(alone, max(compute + busiest * (1 - 1 / slower), busiest))
 
 
 def bound_or_none(bounds: Bounds, layout: JobLayout) -> float | None:

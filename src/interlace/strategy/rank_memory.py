@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from interlace.hardware.step_job import StepJob
 from interlace.strategy.context_operators import key_copies
 from interlace.strategy.job_layout import JobLayout
+from interlace.strategy.schedule_facts import interleaves
 
 _GATHERED = {True: 4.0, False: 6.0}
 """By whether the model is a Llama."""
@@ -196,9 +197,14 @@ def rank_memory(
         masters=4 * owned,
         gradients=4 * (summed + parts),
         optimizer=8 * owned,
-        activations=kept * (TWO_STRANDS if layout.schedule == "two_strand" else 1.0),
+        activations=kept * _both_strands(layout),
         working=max(working, logits),
     )
+
+
+def _both_strands(layout: JobLayout) -> float:
+    """Stages of a pipeline count what each strand keeps."""
+    return TWO_STRANDS if layout.pipeline == 1 and interleaves(layout) else 1.0
 
 
 def _kv_widths(job: StepJob) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from interlace.run_files import write_whole
 from interlace.strategy.job_layout import JobLayout
-from interlace.strategy.layout_search import FoundLayouts, Progress, search_layouts
+from interlace.strategy.layout_search import FoundLayouts, SearchProgress, search_layouts
 from interlace.strategy.layout_space import LayoutSpace
 from interlace.strategy.simulated_job import SimulatedJob, simulate_job
 
@@ -23,7 +23,7 @@ _COMPUTING = ("hardware", "ir", "schedules", "search", "sim", "strategy")
 
 
 def cached_search(
-    space: LayoutSpace, folder: Path | None, progress: Progress = lambda _: None
+    space: LayoutSpace, folder: Path | None, progress: SearchProgress = lambda _: None
 ) -> FoundLayouts:
     """Search, or read what the same search found; without a folder, search and keep nothing.
 

@@ -10,7 +10,6 @@ the optimizer, which begins everywhere when the norm of all gradients is known.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from interlace.config import RunConfig
 from interlace.hardware.cluster import Cluster
@@ -19,7 +18,6 @@ from interlace.ir.actions import Action, Direction, Share
 from interlace.ir.graph import Kind
 from interlace.ir.stage_messages import chain, chunks_of
 from interlace.ir.timeline import Timeline
-from interlace.schedules.finder import find
 from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, PipelineStep, simulate_pipeline
 from interlace.strategy.chunk_cuts import chunk_shapes, even_cuts, given_cuts
 from interlace.strategy.job_layout import JobLayout, step_job
@@ -33,9 +31,8 @@ from interlace.strategy.rank_memory import (
     rank_memory,
     rank_parameters,
 )
+from interlace.strategy.schedule_facts import Actions, schedule_actions
 from interlace.strategy.step_ends import StepEnds, ends_of, with_ends
-
-Actions = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -176,12 +173,6 @@ def simulate_job(
         memory=memory,
         phases={name: times.shown(a.slots, shapes) for name, a in sorted(first.items())},
     )
-
-
-@lru_cache(maxsize=64)
-def schedule_actions(name: str, ranks: int, micro_batches: int) -> Actions:
-    """The actions of all ranks. Raises InputError if the schedule does not run so."""
-    return find(name).of_ranks(ranks, micro_batches)
 
 
 def cuts_of(config: RunConfig, layout: JobLayout, job: StepJob, chunks: int) -> tuple[int, ...]:

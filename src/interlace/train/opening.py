@@ -39,7 +39,7 @@ from interlace.runtime.split_places import agreed_split
 from interlace.runtime.stage_link import DealtWeights, StageLink
 from interlace.runtime.stage_meshes import StageMeshes
 from interlace.runtime.traced_strands import Strands, build_strands
-from interlace.schedules.finder import Schedule, find
+from interlace.schedules.finder import Schedule, of_strands
 from interlace.schedules.stage import StageSchedule
 from interlace.start_progress import at
 from interlace.step import Draws, Step
@@ -62,8 +62,6 @@ _WAIT_S = 1800.0
 that die or stall are found by the watchdog, long before."""
 STAGES = 5
 """Of a start, as a bar counts them: data, model, trace, times, plan."""
-SCHEDULES = {1: find("one_strand"), 2: find("two_strand")}
-"""By number of strands."""
 
 
 def open_session(job: RankJob) -> Session:
@@ -93,7 +91,7 @@ def open_graphs(config: RunConfig) -> tuple[Setup, Compilation, Constants]:
             hint="profile one stage's share: parallel.pipeline 1 and fewer model.layers",
         )
     setup, _ = _open(job_of_rank(config))
-    return setup, *_trace(setup, SCHEDULES[2])
+    return setup, *_trace(setup, of_strands(2))
 
 
 def _open(job: RankJob) -> tuple[Setup, nn.Module | None]:
@@ -234,7 +232,7 @@ def _runners(
     strands = 1 if setup.config.strands == "1" else 2
     compilation, constants = _trace(
         setup,
-        SCHEDULES[strands],
+        of_strands(strands),
         plain=bool(modes & PLAIN_MODES),
         eager=runners.get("eager"),
     )
@@ -366,4 +364,4 @@ def _plan(
         made_for = (plan.search, plan.cost_digest, plan.graph_digest)
         if made_for == (search, costs.digest, strands.digest):
             return plan
-    return compilation.plan(strands, SCHEDULES[2], search)
+    return compilation.plan(strands, of_strands(2), search)

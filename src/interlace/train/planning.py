@@ -45,7 +45,7 @@ from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
 from interlace.runtime.stage_gathers import timed_graphs
 from interlace.runtime.traced_strands import Strands, build_strands
-from interlace.schedules.finder import find, names
+from interlace.schedules.finder import find, names, of_strands
 from interlace.schedules.schedule_text import write_schedule
 from interlace.train.built_model import build_module, vocabulary
 from interlace.train.plan_costs import (
@@ -156,8 +156,7 @@ def _plan_stages(
     with _stage("simulating schedules"):
         chosen = planner.step(own, config.pipeline.split_at)
         steps, left_out = steps_of_all(planner, map(find, names()), chosen)
-        if (eager := eager_enough(planner, steps)) is not None:
-            steps = sorted((*steps, eager), key=lambda each: each.step.step_ns)
+        steps = sorted((*steps, *eager_enough(planner, steps)), key=lambda each: each.step.step_ns)
     _say(f"\n{stages_summary(chosen, steps, config.train.micro_batches)}\n")
     for reason in left_out.values():
         _say(f"left out: {reason}")
@@ -231,7 +230,7 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
                     traced,
                     decompose_of(config, cluster),
                     config.overlap.passes,
-                    schedule=find("one_strand" if in_stages else "two_strand"),
+                    schedule=of_strands(1 if in_stages else 2),
                 )
     finally:
         dist.destroy_process_group()

@@ -42,7 +42,7 @@ PASSES_BUDGET_NS = 5e9
 TRACED = 3
 """Stages before anything is measured, as a bar counts them: data, model, trace."""
 
-Progress = Callable[[str, int, int], None]
+ProfileProgress = Callable[[str, int, int], None]
 """Called as (what is measured now, measurements done, of how many)."""
 
 
@@ -63,7 +63,9 @@ class _Stopped(Exception):
     """All ranks were asked to stop."""
 
 
-def profile_command(config: RunConfig, output: Path, *, again: bool, progress: Progress) -> int:
+def profile_command(
+    config: RunConfig, output: Path, *, again: bool, progress: ProfileProgress
+) -> int:
     """Be one rank of a profile of `config`, written to `output` by the first rank.
 
     Continues what an interrupted one left in OUTPUT.partial. An output that is current is left
@@ -74,7 +76,7 @@ def profile_command(config: RunConfig, output: Path, *, again: bool, progress: P
     return run_rank(config, partial(_profile, config, Files(output, again), progress))
 
 
-def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag) -> int:
+def _profile(config: RunConfig, files: Files, progress: ProfileProgress, stop: StopFlag) -> int:
     with shown(TRACED) if is_first_rank() else nullcontext():
         setup, compilation, constants = open_graphs(config)
     strands = compilation.candidates.whole
@@ -106,7 +108,7 @@ def _profile(config: RunConfig, files: Files, progress: Progress, stop: StopFlag
 
 
 def _measure_all(
-    profiler: Profiler, table: CostTable, files: Files, progress: Progress, stop: StopFlag
+    profiler: Profiler, table: CostTable, files: Files, progress: ProfileProgress, stop: StopFlag
 ) -> CostTable:
     todo: list[Measurement] = measurements(profiler, partial(_alone, profiler, stop))
     for index, each in enumerate(todo):

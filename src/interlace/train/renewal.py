@@ -7,10 +7,11 @@ ranks know the same load, and so they begin together, between two steps.
 from collections import deque
 from dataclasses import dataclass
 
-from interlace.compiled import Compilation, Constants
+from interlace.compiled import Compilation
 from interlace.ranks.agree import check_agreement
 from interlace.runtime.executor import Batch
-from interlace.schedules.finder import find
+from interlace.runtime.user_module import Constants
+from interlace.schedules.finder import of_strands
 from interlace.step import Step
 from interlace.train.session import Session
 from interlace.train.step_runners import planned_step
@@ -60,7 +61,7 @@ class Renewal:
         old = session.runners["2"]
         assert isinstance(old, Step)
         compilation = self.compilation.again(example)
-        plan = compilation.plan(old.strands, find("two_strand"))
+        plan = compilation.plan(old.strands, of_strands(2))
         check_agreement({"plan": plan.digest})
         costs = compilation.costs(old.strands)
         new = planned_step(session.weights, old.strands, plan, self.constants, old.draws, costs)

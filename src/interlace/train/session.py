@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.compiled import Compilation, Constants
+from interlace.compiled import Compilation
 from interlace.config import Mode, RunConfig
 from interlace.data.batches import Batches, Dataset
 from interlace.degrees import widest
@@ -21,6 +21,7 @@ from interlace.parallel.meshes import REPLICATE_AXIS, SHARD_AXIS, Meshes, StageG
 from interlace.parallel.tensor import loss_context
 from interlace.runtime.executor import Batch
 from interlace.runtime.memory_limit import constant_bytes
+from interlace.runtime.user_module import Constants
 from interlace.step import Step
 from interlace.train.optimizer import clip_by, global_norm, norm_over_stages
 from interlace.train.rank_job import RankJob

@@ -26,7 +26,7 @@ from interlace.runtime.chunks import ChunkedModel, Placement, chunked
 from interlace.runtime.handovers import Handovers
 from interlace.runtime.memory_limit import constant_bytes
 from interlace.runtime.traced_strands import Strands
-from interlace.schedules.eager_folded import AS_SHORT, depths
+from interlace.schedules.declared import AS_SHORT
 from interlace.schedules.finder import Schedule, find
 from interlace.schedules.stage import StageSchedule
 from interlace.search.planner import plan_phase
@@ -174,16 +174,17 @@ def steps_of_all(
     return sorted(found, key=lambda each: each.step.step_ns), left_out
 
 
-def eager_enough(planner: StagePlanner, steps: Sequence[StagedStep]) -> StagedStep | None:
-    """`eager_folded` with the least depth whose step is about as short as the shortest, which the
-    times of this model and its links decide; None if that is its default, or it does not run. Each
-    step less that it runs ahead, a rank keeps less."""
-    default = next((each for each in steps if each.schedule == "eager_folded"), None)
-    if default is None:
-        return None
-    found = [planner.step(find(name)) for name in depths(len(default.actions))]
-    bound = AS_SHORT * min(each.step.step_ns for each in (*found, default))
-    return next((each for each in found if each.step.step_ns <= bound), None)
+def eager_enough(planner: StagePlanner, steps: Sequence[StagedStep]) -> list[StagedStep]:
+    """Of schedules with a choice of options, as `eager_folded` has of how far it runs ahead: the
+    options that keep the fewest values of those whose step is about as short as the shortest, which
+    the times of this model and its links decide; nothing if that is the default."""
+    chosen = []
+    for default in steps:
+        *others, _ = find(default.schedule).variants(len(default.actions))
+        found = [planner.step(schedule) for schedule in others]
+        bound = AS_SHORT * min(each.step.step_ns for each in (*found, default))
+        chosen += [each for each in found if each.step.step_ns <= bound][:1]
+    return chosen
 
 
 def _saved_bytes(graphs: Mapping[str, OpGraph], strand: Strand) -> int:

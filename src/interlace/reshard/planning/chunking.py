@@ -21,7 +21,7 @@ from math import log2
 from interlace.errors import InputError
 from interlace.reshard.planning.ends import Links
 from interlace.reshard.planning.hops import HELD, Loads
-from interlace.reshard.planning.strategies import Cut, remote_receivers, serve_own_hosts
+from interlace.reshard.planning.strategies import IntoChunks, remote_receivers, serve_own_hosts
 from interlace.reshard.planning.tasks import Bundle, Chunk, cut
 from interlace.reshard.planning.transfer_plan import Task, TensorSpec
 
@@ -33,7 +33,7 @@ CANDIDATES = 32
 planning."""
 
 
-def balance(loads: Loads, bundles: Sequence[Bundle], cut: Cut) -> None:
+def balance(loads: Loads, bundles: Sequence[Bundle], cut: IntoChunks) -> None:
     """Add the hops of all bundles."""
     dealt = []
     for b, bundle in enumerate(bundles):

@@ -16,11 +16,11 @@ from itertools import pairwise
 from interlace.reshard.planning.hops import HELD, Loads
 from interlace.reshard.planning.tasks import Bundle, Chunk
 
-Cut = Callable[[Bundle, int], Sequence[Chunk]]
+IntoChunks = Callable[[Bundle, int], Sequence[Chunk]]
 """A bundle in so many chunks, or more if they would be too large."""
 
 
-def send_recv(loads: Loads, bundle: Bundle, senders: Sequence[int], cut: Cut) -> None:
+def send_recv(loads: Loads, bundle: Bundle, senders: Sequence[int], cut: IntoChunks) -> None:
     """Device by device; each takes the sender whose port has sent least."""
     chunks = [loads.hops.new_chunk(chunk) for chunk in cut(bundle, 1)]
     serve_own_hosts(loads, bundle, chunks)
@@ -30,7 +30,7 @@ def send_recv(loads: Loads, bundle: Bundle, senders: Sequence[int], cut: Cut) ->
             loads.across(sender, receiver, chunk)
 
 
-def local_all_gather(loads: Loads, bundle: Bundle, senders: Sequence[int], cut: Cut) -> None:
+def local_all_gather(loads: Loads, bundle: Bundle, senders: Sequence[int], cut: IntoChunks) -> None:
     """Host by host: a share to each of its devices, which exchange them."""
     hosts = loads.links.by_host(remote_receivers(loads, bundle))
     sizes = {len(ranks) for ranks in hosts.values()} or {1}
@@ -49,7 +49,9 @@ def local_all_gather(loads: Loads, bundle: Bundle, senders: Sequence[int], cut: 
                     loads.inside(owner, other, chunk, arrival)
 
 
-def global_all_gather(loads: Loads, bundle: Bundle, senders: Sequence[int], cut: Cut) -> None:
+def global_all_gather(
+    loads: Loads, bundle: Bundle, senders: Sequence[int], cut: IntoChunks
+) -> None:
     """A share to each device, then a ring over all devices, host after host."""
     hosts = loads.links.by_host(remote_receivers(loads, bundle))
     ring = [rank for ranks in hosts.values() for rank in ranks]
@@ -69,7 +71,7 @@ def global_all_gather(loads: Loads, bundle: Bundle, senders: Sequence[int], cut:
             last[i] = loads.send(at, to, chunk, last[i])
 
 
-def chain(loads: Loads, bundle: Bundle, senders: Sequence[int], cut: Cut) -> None:
+def chain(loads: Loads, bundle: Bundle, senders: Sequence[int], cut: IntoChunks) -> None:
     """Chunk by chunk along the hosts; inside a host along its devices."""
     chunks = _numbered(loads, cut(bundle, 1))
     serve_own_hosts(loads, bundle, chunks)

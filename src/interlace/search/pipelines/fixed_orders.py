@@ -13,8 +13,6 @@ from interlace.search.pipelines.climbing import Candidate
 from interlace.search.pipelines.model_units import PipelineProblem
 from interlace.search.pipelines.step_clock import StepClock, as_passes
 
-_FREE = ("interleaved", "gpipe")
-"""Schedules that run any number of chunks on a rank."""
 EQUAL, BALANCED = "equal layers", "balanced"
 """How a model is cut."""
 _CUTS: dict[str, Callable[[PipelineProblem, Sequence[int]], ChunkLayout]] = {
@@ -72,12 +70,10 @@ def _orders(
     ranks, count = problem.ranks, problem.micro_batches
     for schedule in map(find, names()):
         more = range(schedule.chunks + 1, problem.most_chunks + 1)
-        for chunks in (schedule.chunks, *(more if schedule.name in _FREE else ())):
-            depths = range(ranks, 2 * ranks) if schedule.name == "eager_folded" else (None,)
-            for depth in depths:
-                options = {} if depth is None else {"depth": depth}
+        for chunks in (schedule.chunks, *(more if schedule.declared.any_chunks else ())):
+            for variant in schedule.variants(ranks):
                 try:
-                    actions = schedule.of_ranks(ranks, count, chunks, options=options)
+                    actions = variant.of_ranks(ranks, count, chunks)
                 except InputError:  # two_strand runs one stage
                     continue
                 yield schedule, chunks, actions

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import product
 
-from interlace.search.pipelines.step_clock import B, F, I, Pass, PassLists, StepClock, W
+from interlace.search.pipelines.step_clock import B, F, I, PassLists, PassNumbers, StepClock, W
 
 _WIDE = (1.0, 1.25, 1.6, 2.2)
 """How many times the micro-batches of Little's law are tried; a choice."""
@@ -117,7 +117,7 @@ class _Loop:
         """By rank: when what a forward or a backward needs arrives, and which it is; a heap."""
         self.events = [(0, rank) for rank in range(clock.ranks)]
         self.lists: PassLists = [[] for _ in clock.own]
-        self.after: list[list[Pass]] = [[] for _ in clock.own]
+        self.after: list[list[PassNumbers]] = [[] for _ in clock.own]
         """By rank: the passes of its action, whose memory is freed when it ends."""
 
     def run(self) -> PassLists | None:
@@ -138,7 +138,7 @@ class _Loop:
             return None
         return self.lists
 
-    def _choose(self, rank: int, now: int) -> tuple[Pass, ...]:
+    def _choose(self, rank: int, now: int) -> tuple[PassNumbers, ...]:
         """What to run now; nothing if it is better to wait, or all that can be done."""
         rules, waiting = self.rules, self.waiting[rank]
         late = ((W, waiting[0][1], waiting[0][0]),) if waiting else ()
@@ -157,20 +157,20 @@ class _Loop:
             return ()
         return (one,)
 
-    def _soon(self, rank: int, now: int, action: tuple[Pass, ...]) -> bool:
+    def _soon(self, rank: int, now: int, action: tuple[PassNumbers, ...]) -> bool:
         """Whether something arrives so soon that the rank rather waits than begin this."""
         coming = self.coming[rank]
         wait = self.rules.patience * self.clock.action_ns(action)
         return bool(coming) and coming[0][0] - now < wait
 
-    def _partner(self, rank: int, now: int, one: Pass) -> bool:
+    def _partner(self, rank: int, now: int, one: PassNumbers) -> bool:
         """Whether what can run beside this pass arrives soon."""
         until = now + self.rules.pair_patience * self.clock.action_ns((one,))
         return any(when < until and (what == F) != (one[0] == F)
                    for when, what in self.coming[rank])  # fmt: skip
 
-    def _backward(self, rank: int, now: int) -> Pass | None:
-        found: tuple[tuple[int, int], Pass] | None = None
+    def _backward(self, rank: int, now: int) -> PassNumbers | None:
+        found: tuple[tuple[int, int], PassNumbers] | None = None
         rules, clock = self.rules, self.clock
         for chunk in clock.own[rank]:
             number = self.next[B][chunk]
@@ -187,9 +187,9 @@ class _Loop:
                 found = key, (I if cut else B, chunk, number)
         return None if found is None else found[1]
 
-    def _forward(self, rank: int, now: int, back: Pass | None) -> Pass | None:
+    def _forward(self, rank: int, now: int, back: PassNumbers | None) -> PassNumbers | None:
         """The forward to run now, or beside this backward."""
-        found: tuple[tuple[int, int], Pass] | None = None
+        found: tuple[tuple[int, int], PassNumbers] | None = None
         rules, clock = self.rules, self.clock
         beside = back if clock.overlap else None
         grown = 0
@@ -213,7 +213,7 @@ class _Loop:
                 found = key, (F, chunk, number)
         return None if found is None else found[1]
 
-    def _start(self, rank: int, now: int, action: tuple[Pass, ...]) -> None:
+    def _start(self, rank: int, now: int, action: tuple[PassNumbers, ...]) -> None:
         clock = self.clock
         end = now + clock.action_ns(action)
         self.lists[rank].append(action)
@@ -256,7 +256,7 @@ class _Loop:
                 self.promised[rank] -= self.most[chunk]
         self.after[rank] = []
 
-    def _hand_over(self, each: Pass, rank: int, end: int) -> None:
+    def _hand_over(self, each: PassNumbers, rank: int, end: int) -> None:
         clock = self.clock
         what, chunk, number = each
         if what == F and chunk == clock.chunks - 1:

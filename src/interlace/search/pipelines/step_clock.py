@@ -16,9 +16,9 @@ F, B, I, W = range(4)  # noqa: E741  as the field calls them
 """What a pass is: forward, backward, gradients of inputs, of weights."""
 _LETTERS = "FBIW"
 """The same as letters."""
-Pass = tuple[int, int, int]
+PassNumbers = tuple[int, int, int]
 """(what, chunk, micro-batch)."""
-PassLists = list[list[tuple[Pass, ...]]]
+PassLists = list[list[tuple[PassNumbers, ...]]]
 """By rank: its actions."""
 _NOT_YET = -1
 """The time of what has not been made."""
@@ -59,7 +59,7 @@ class StepClock:
         """By rank: bytes for what forwards save."""
         self._pairs: dict[tuple[int, ...], int] = {}
 
-    def action_ns(self, action: Sequence[Pass]) -> int:
+    def action_ns(self, action: Sequence[PassNumbers]) -> int:
         """How long an action takes."""
         if len(action) == 1:
             what, chunk, _ = action[0]
@@ -106,7 +106,12 @@ class StepClock:
         return max(free)
 
     def _hand_over(
-        self, each: Pass, rank: int, end: int, ready: list[list[list[int]]], links: dict[int, int]
+        self,
+        each: PassNumbers,
+        rank: int,
+        end: int,
+        ready: list[list[list[int]]],
+        links: dict[int, int],
     ) -> tuple[int, ...]:
         """Note when what a pass made is where it is needed; the other rank, if it is one."""
         what, chunk, number = each
@@ -129,7 +134,7 @@ class StepClock:
         links[link] = ready[what != F][to][number] = max(end, links.get(link, 0)) + hop
         return (other,)
 
-    def peak_bytes(self, actions: Sequence[Sequence[Pass]]) -> int:
+    def peak_bytes(self, actions: Sequence[Sequence[PassNumbers]]) -> int:
         """The most that saved values of a rank's actions take at a time."""
         now = most = 0
         for action in actions:
@@ -160,7 +165,7 @@ class StepClock:
 def as_actions(lists: PassLists, chunks: int) -> tuple[tuple[Action, ...], ...]:
     """Lists of passes as the package's actions. A single chunk has no number."""
 
-    def slot(each: Pass) -> Slot:
+    def slot(each: PassNumbers) -> Slot:
         what, chunk, number = each
         direction, share = MEANING[_LETTERS[what]]
         return Slot(Strand(direction, chunk if chunks > 1 else None, share), number)

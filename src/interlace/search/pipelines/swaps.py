@@ -9,9 +9,9 @@ from random import Random
 
 from interlace.search.pipelines.climbing import Candidate, moved_boundary
 from interlace.search.pipelines.model_units import PipelineProblem
-from interlace.search.pipelines.step_clock import B, F, I, Pass, PassLists, StepClock, W
+from interlace.search.pipelines.step_clock import B, F, I, PassLists, PassNumbers, StepClock, W
 
-_Own = list[tuple[Pass, ...]]
+_Own = list[tuple[PassNumbers, ...]]
 """The actions of a rank."""
 _FARTHEST = 6
 """Places by which an action moves at most; a choice."""
@@ -61,7 +61,7 @@ def _timed(now: Candidate, clock: StepClock, lists: PassLists) -> Candidate | No
     )
 
 
-def _all_joined(own: Sequence[tuple[Pass, ...]], chunk: int) -> _Own:
+def _all_joined(own: Sequence[tuple[PassNumbers, ...]], chunk: int) -> _Own:
     """All backwards of a chunk joined whose halves follow each other."""
     found: _Own = []
     for action in own:
@@ -73,7 +73,7 @@ def _all_joined(own: Sequence[tuple[Pass, ...]], chunk: int) -> _Own:
     return found
 
 
-def _changed(own: Sequence[tuple[Pass, ...]], clock: StepClock, draw: Random) -> _Own | None:
+def _changed(own: Sequence[tuple[PassNumbers, ...]], clock: StepClock, draw: Random) -> _Own | None:
     """The list with a change; None where a draw makes none that is sound."""
     found = list(own)
     at = draw.randrange(len(found))
@@ -116,7 +116,7 @@ def _pair_or_part(found: _Own, at: int) -> None:
         found[at : at + 2] = [tuple(both)]
 
 
-def _sums_in_order(own: Sequence[tuple[Pass, ...]]) -> bool:
+def _sums_in_order(own: Sequence[tuple[PassNumbers, ...]]) -> bool:
     """Whether gradients of weights are added in the order of micro-batches, each behind those of
     its inputs."""
     last: dict[int, int] = {}

@@ -1,6 +1,6 @@
 """A schedule of your own in one file, run on one process beside the one that everybody has.
 
-python examples/own_schedule.py
+python examples/pairs_schedule.py
 """
 
 import torch

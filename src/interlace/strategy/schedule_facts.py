@@ -1,0 +1,97 @@
+"""What the schedule of a layout does, found from its actions; kept by its name, as thousands of
+layouts share a few."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from interlace.ir.actions import Action, Direction, Share
+from interlace.ir.stage_messages import chunks_of
+from interlace.schedules.finder import find
+from interlace.strategy.job_layout import JobLayout
+
+Actions = tuple[tuple[Action, ...], ...]
+FULL = 3
+"""After so many micro-batches for each rank of a pipeline, a schedule that settles keeps no more
+forwards, and each further one adds as many actions of two strands as a rank has chunks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleFacts:
+    """Of all ranks of a pipeline, in a step of `micro_batches`."""
+
+    micro_batches: int
+    """As many as the layout has, or enough to show what all others do."""
+    rank_of: Mapping[int, int]
+    """By chunk."""
+    kept: tuple[int, ...]
+    """By rank: most forwards whose values are kept at a time, as `sim.pipeline_step` counts."""
+    pairs: tuple[int, ...]
+    """By rank: how many actions run two strands."""
+    cuts_backwards: bool
+    """Whether gradients of weights are run apart."""
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether two strands run side by side anywhere."""
+        return any(self.pairs)
+
+
+def facts_of(layout: JobLayout) -> ScheduleFacts:
+    """Raises InputError if the schedule cannot run so."""
+    ranks, count = layout.pipeline, layout.micro_batches
+    if settles(layout.schedule):
+        count = min(count, FULL * ranks + 1)
+    return _facts(layout.schedule, ranks, count)
+
+
+def interleaves(layout: JobLayout) -> bool:
+    """Whether it runs two strands side by side. Raises InputError if the schedule cannot run so."""
+    return facts_of(layout).interleaves
+
+
+@lru_cache(maxsize=64)
+def schedule_actions(name: str, ranks: int, micro_batches: int) -> Actions:
+    """The actions of all ranks. Raises InputError if the schedule does not run so."""
+    return find(name).of_ranks(ranks, micro_batches)
+
+
+@lru_cache(maxsize=256)
+def chunks_on_a_rank(schedule: str) -> int:
+    """On average."""
+    return find(schedule).chunks
+
+
+@lru_cache(maxsize=256)
+def settles(schedule: str) -> int:
+    """Behind how many micro-batches for each rank, as it declares; 0 if that is not known."""
+    return find(schedule).declared.settles
+
+
+@lru_cache(maxsize=2048)
+def _facts(schedule: str, ranks: int, micro_batches: int) -> ScheduleFacts:
+    # Not proved: what is simulated is.
+    actions = find(schedule).unproved(ranks, micro_batches, chunks_on_a_rank(schedule))
+    kept, pairs = zip(*map(_counts, actions), strict=True)
+    shares = {slot.strand.share for own in actions for a in own for slot in a.slots}
+    return ScheduleFacts(
+        micro_batches=micro_batches,
+        rank_of=chunks_of(actions),
+        kept=kept,
+        pairs=pairs,
+        cuts_backwards=Share.WEIGHT in shares,
+    )
+
+
+def _counts(own: Sequence[Action]) -> tuple[int, int]:
+    """(most forwards kept at a time, actions that run two strands) of a rank."""
+    now = most = pairs = 0
+    for action in own:
+        pairs += len(action.slots) > 1
+        now += sum(slot.strand.direction == Direction.FORWARD for slot in action.slots)
+        most = max(most, now)
+        now -= sum(
+            slot.strand.direction == Direction.BACKWARD and slot.strand.share != Share.INPUT
+            for slot in action.slots
+        )
+    return most, pairs
