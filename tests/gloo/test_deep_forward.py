@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import interlace
 from interlace.config import PlanConfig
+from interlace.graphs import repeat
 from interlace.graphs.repeat import trace_repeated
 from interlace.graphs.torch_private import init_fake_world
 from interlace.graphs.trace import trace_chunk
@@ -83,8 +84,11 @@ ALIKE: dict[str, Around] = {
 
 
 @pytest.mark.parametrize("around", ALIKE.values(), ids=ALIKE)
-def test_equal_blocks_are_copied(around: Around) -> None:
-    """The graphs are those of tracing all blocks, and know what was read of all."""
+def test_equal_blocks_are_copied(around: Around, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs are those of tracing all blocks, and know what was read of all. The blocks in the
+    middle were not even captured, but where calls of blocks stand in a graph of their own."""
+    if around is not recomputed:
+        monkeypatch.setattr(repeat, "check_deep_forward", None)
     net = Net(around)
     found = trace_repeated(net, batch(), watch=True)
     assert (found.copied, found.reason) == (DEPTH - TWIN, "")
@@ -134,6 +138,103 @@ def test_one_block_that_is_treated_in_another_way(around: Around, reason: str) -
     found = trace_repeated(net, batch(), watch=True)
     assert found.copied == 0
     assert reason in found.reason
+
+
+OWNER: list[nn.Module] = []
+FACTORS = [1.0] * 6 + [2.0] + [1.0] * (DEPTH - 7)
+INSIDE: dict[str, Callable[[Block], float]] = {
+    "its number": lambda block: 2.0 if block.number == 6 else 1.0,
+    "a table": lambda block: FACTORS[block.number],
+    "another block": lambda block: 2.0 if block is OWNER[0].blocks[6] else 1.0,
+    "a block that it holds": lambda block: 2.0 if block is block.others[0] else 1.0,
+}
+"""What a block in the middle asks for in its own code."""
+
+
+class Asking(Block):
+    """A block that does what it does by who it is."""
+
+    def __init__(self, number: int, factor: Callable[[Block], float]) -> None:
+        super().__init__(number, 8, scaled=False)
+        self.factor = factor
+        self.others: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor(self)
+
+
+@pytest.mark.parametrize("factor", INSIDE.values(), ids=INSIDE)
+def test_a_block_that_asks_which_one_it_is(factor: Callable[[Block], float]) -> None:
+    net = Net(plainly)
+    net.blocks = nn.ModuleList(Asking(i, factor) for i in range(DEPTH))
+    OWNER[:] = [net]
+    for block in net.blocks:
+        block.others.append(net.blocks[6])
+    found = trace_repeated(net, batch(), watch=True)
+    assert found.copied == 0
+    assert differences(found.chunk, trace_chunk(net, batch()), {}) == []
+
+
+STATE = {"calls": 0}
+
+
+class Telling(Block):
+    """A block that tells others something beside what it gives: `way` says how."""
+
+    way = "count"
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.way == "count":
+            STATE["calls"] += 1
+            return out * (2.0 if STATE["calls"] == 7 else 1.0)
+        OWNER[0].told.append(out.square().mean())  # type: ignore[union-attr, operator]
+        return out
+
+
+class TellingNet(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.told: list[Tensor] = []
+        loss = super().forward(x, y)
+        return loss + sum(self.told)
+
+
+@pytest.mark.parametrize("way", ["count", "values"])
+def test_a_block_that_tells_more_than_it_gives(way: str) -> None:
+    """All blocks are seen: with stand-ins in place of some, counts and sums would fall short."""
+    net = TellingNet(plainly)
+    net.blocks = nn.ModuleList(Telling(i, 8, scaled=False) for i in range(DEPTH))
+    OWNER[:], STATE["calls"] = [net], 0
+    for block in net.blocks:
+        block.way = way
+    found = trace_repeated(net, batch(), watch=True)
+    STATE["calls"] = 0
+    assert found.copied == 0
+    assert differences(found.chunk, trace_chunk(net, batch()), {}) == []
+
+
+class Handing(Block):
+    """A block of two results, one of which it hands on as it got it."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x + bias), bias
+
+
+class HandingNet(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out, bias = self.first(x), self.scale * x
+        for block in self.blocks:
+            out, bias = block(out, bias)
+        return (self.last(out + bias) - y).square().mean()
+
+
+def test_what_blocks_hand_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeat, "check_deep_forward", None)
+    net = HandingNet(plainly)
+    net.blocks = nn.ModuleList(Handing(i, 8, scaled=False) for i in range(DEPTH))
+    found = trace_repeated(net, batch(), watch=True)
+    assert (found.copied, found.reason) == (DEPTH - TWIN, "")
+    assert differences(found.chunk, trace_chunk(net, batch()), {}) == []
 
 
 def test_a_hook_of_one_block() -> None:

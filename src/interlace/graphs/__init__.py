@@ -5,7 +5,10 @@ Tracing:
 blocks.py             the stack of blocks of a module, and its shallow twin
 repeat.py             a deep module from the graphs of its twin
 periods.py            where the blocks of a twin are in its joint graph
-deep_forward.py       whether the whole forward treats all blocks as the twin's does
+stand_ins.py          calls of blocks marked in a graph, and operators in place of blocks
+deep_calls.py         whether all blocks are called as the twin's are, seen with stand-ins
+deep_forward.py       the same, seen in the whole forward
+python_reads.py       what a forward read of Python, and left-out blocks would have read
 joint.py              forward and backward in one graph, and what its inputs are
 trace.py              module + example inputs -> forward and backward graph
 trace_errors.py       which line of the user's code cannot be traced, and what to do

@@ -30,7 +30,7 @@ class _Comparison:
 
     def __init__(self, deep: fx.GraphModule, twin: fx.GraphModule, stack: Stack) -> None:
         self.deep, self.twin, self.stack = deep, twin, stack
-        self.bodies = [_body(deep), _body(twin)]
+        self.bodies = [body_of(deep), body_of(twin)]
         self.index = {node: i for body in self.bodies for i, node in enumerate(body)}
         way = "".join(f"_modules_{part}" for part in stack.path.split(".") if part)
         self.block = re.compile(rf"(?P<way>L_\w*?{re.escape(way)}_modules_)(?P<block>\d+)(?=_)")
@@ -57,27 +57,25 @@ class _Comparison:
             )
         for i, node in enumerate(twin):
             for source in node.all_input_nodes:
-                found = self.block.match(str(source.target)) if _is_input(source) else None
+                found = self.block.match(str(source.target)) if is_input(source) else None
                 if found and int(found["block"]) == self.stack.head:
                     return i, length
         raise PeriodsDifferError(f"nothing reads parameters of block {self.stack.head}")
 
     def _check_node(self, node: fx.Node, like: fx.Node, periods: int) -> None:
         def found(source: fx.Node) -> tuple[str, Any]:
-            return (
-                ("input", str(source.target)) if _is_input(source) else ("at", self.index[source])
-            )
+            return ("input", str(source.target)) if is_input(source) else ("at", self.index[source])
 
         def expected(source: fx.Node) -> tuple[str, Any]:
-            if _is_input(source):
+            if is_input(source):
                 return "input", self._later(str(source.target), periods)
             at = self.index[source]
             return "at", at if at < self.begin else at + periods * self.length
 
-        same = node.op == like.op and _same(
-            _described(self.deep, node, found), _described(self.twin, like, expected)
+        equal = node.op == like.op and same(
+            described(self.deep, node, found), described(self.twin, like, expected)
         )
-        if not same:
+        if not equal:
             raise PeriodsDifferError(
                 f"{node.name} of the forward is not like {like.name}, {periods} periods of blocks "
                 "before it"
@@ -94,15 +92,17 @@ class _Comparison:
         return f"{found['way']}{number}{name[found.end() :]}"
 
 
-def _is_input(node: fx.Node) -> bool:
+def is_input(node: fx.Node) -> bool:
+    """Whether a node is an input of its graph."""
     return node.op == "placeholder"
 
 
-def _body(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if not _is_input(node)]
+def body_of(module: fx.GraphModule) -> list[fx.Node]:
+    """The operators of a graph, in order; the last one is its output."""
+    return [node for node in module.graph.nodes if not is_input(node)]
 
 
-def _described(module: fx.GraphModule, node: fx.Node, read: Callable[[fx.Node], Any]) -> Any:
+def described(module: fx.GraphModule, node: fx.Node, read: Callable[[fx.Node], Any]) -> Any:
     """All that a node does, with `read` of what it reads; of an attribute, what it holds."""
     if node.op == "get_attr":
         return _attribute(module, str(node.target))
@@ -115,21 +115,21 @@ def _attribute(module: fx.GraphModule, target: str) -> Any:
     return getattr(module.get_submodule(owner), name)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether two descriptions are equal. Tensors are equal if they are one tensor, graphs if they
     have equal operators."""
     if one is other:
         return True
     if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):
-        return _same(_lines(one), _lines(other))  # each has a class of its own
+        return same(_lines(one), _lines(other))  # each has a class of its own
     if type(one) is not type(other) or isinstance(one, Tensor):
         return False
     if isinstance(one, Mapping):
-        return list(one) == list(other) and _same(list(one.values()), list(other.values()))
+        return list(one) == list(other) and same(list(one.values()), list(other.values()))
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, slice):
-        return _same((one.start, one.stop, one.step), (other.start, other.stop, other.step))
+        return same((one.start, one.stop, one.step), (other.start, other.stop, other.step))
     return bool(one == other)
 
 
@@ -137,6 +137,6 @@ def _lines(graph: fx.GraphModule) -> list[Any]:
     """The operators of a graph inside of another one; inputs by their number."""
     number = {node: i for i, node in enumerate(graph.graph.nodes)}
     return [
-        (node.op, None) if _is_input(node) else (node.op, _described(graph, node, number.get))
+        (node.op, None) if is_input(node) else (node.op, described(graph, node, number.get))
         for node in graph.graph.nodes
     ]

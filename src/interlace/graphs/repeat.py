@@ -8,6 +8,7 @@ twin lacks. What follows (cutting, recomputation, data parallelism) sees the gra
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple, TypeVar
@@ -16,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from interlace.errors import InputError
 from interlace.graphs.blocks import Stack, find_stack, shallow
+from interlace.graphs.deep_calls import check_calls
 from interlace.graphs.deep_forward import check_deep_forward
 from interlace.graphs.joint import GradientOf, Joint, input_of, set_input
 from interlace.graphs.periods import (
@@ -26,6 +28,8 @@ from interlace.graphs.periods import (
     Place,
     check_periods,
 )
+from interlace.graphs.python_reads import BlockReads
+from interlace.graphs.stand_ins import NUMBER, forms_of, marked, without_marks
 from interlace.graphs.torch_private import Forward
 from interlace.graphs.trace import ChunkGraphs, bind, trace_forward, trace_joint
 
@@ -58,6 +62,9 @@ def trace_repeated(
     read beside parameters and buffers. Raises InputError naming what could not be traced.
     """
     stack = find_stack(module)
+    if watch and isinstance(stack, Stack) and stack.depth >= _WORTH * stack.kept:
+        with suppress(PeriodsDifferError, InputError):  # what follows sees more, or says why
+            return _with_stand_ins(module, stack, example_inputs)
     deep = trace_forward(module, example_inputs, watch=True) if watch else None
     reads = None if deep is None else deep.reads
     reason = ""
@@ -74,6 +81,29 @@ def trace_repeated(
     if deep is None:
         deep = trace_forward(module, example_inputs)
     return Repeated(bind(trace_joint(module, deep, example_inputs), reads), 0, reason)
+
+
+def _with_stand_ins(
+    module: nn.Module, stack: Stack, example_inputs: tuple[Tensor, ...]
+) -> Repeated:
+    """As `trace_repeated` with `watch`, for the cost of capturing how the blocks in the middle are
+    called, and not what they do. Raises PeriodsDifferError if that does not show that they are
+    called alike, and InputError."""
+    blocks = dict(enumerate(module.get_submodule(stack.path).children()))
+    twin = shallow(module, stack)
+    with marked(blocks):
+        shallow_forward = trace_forward(twin, example_inputs)
+    forms = forms_of(shallow_forward.module, stack)
+    like = {n: stack.head + stack.period + (n - stack.head) % stack.period for n in forms}
+    with marked(blocks, forms) as marks:
+        reads = BlockReads(stack.path, blocks, like, NUMBER, marks.close)
+        deep = trace_forward(module, example_inputs, watch=True, blocks=reads)
+    if reads.differ:
+        raise PeriodsDifferError(reads.differ)
+    check_calls(deep.module, shallow_forward.module, stack)
+    without_marks(shallow_forward.module)
+    joint = repeat(trace_joint(twin, shallow_forward, example_inputs), stack)
+    return Repeated(bind(joint, deep.reads), stack.depth - stack.kept, "")
 
 
 def _joint_of_twin(

@@ -6,7 +6,8 @@ docs/new-torch.md says with which versions of torch it was tested.
     _dynamo.functional_export.fullgraph_capture, _dynamo.convert_frame.get_traced_fn,
     _dynamo.hooks.Hooks, _dynamo.guards.profile_guard_manager
                                              the guards of a capture: what the forward read
-    _dynamo.side_effects.SideEffects.store_attr, .store_attr_mutations    what a forward would set
+    _dynamo.side_effects.SideEffects.store_attr, .store_attr_mutations, .mutation,
+    _dynamo.variables.base.*MutationExisting                       what a forward would set
     nn.Module._*_hooks, nn.modules.module._global_*_hooks, Tensor._backward_hooks,
     Tensor._post_accumulate_grad_hooks, DTensor._local_tensor, DTensor._spec      seeing changes
     _dynamo.utils._get_dynamo_config_for_logging, _subclasses.fake_tensor.fake_tensor_tls    of 2.11
@@ -45,6 +46,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.convert_frame import get_traced_fn
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -68,6 +70,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.graphs.capture_settings import capture_settings, changes_nothing
 from interlace.graphs.joint import GradientOf, InputOf, Joint, set_input
+from interlace.graphs.python_reads import BlockReads, Reads
 
 __all__ = [
     "GRADIENT_HOOKS",
@@ -78,7 +81,6 @@ __all__ = [
     "Forward",
     "LazyGraphModule",
     "OpOverload",
-    "Reads",
     "TorchDispatchMode",
     "capture_forward",
     "capture_joint",
@@ -103,7 +105,7 @@ class Forward:
     """A forward as Python runs it, before autograd."""
 
     module: fx.GraphModule
-    reads: "Reads | None"
+    reads: Reads | None
     """What it read of Python, if that was asked for."""
     notes: tuple[tuple[Any, str, Any], ...] = ()
     """Constants that it would have changed: the object, the attribute's name, the value. A capture
@@ -111,19 +113,23 @@ class Forward:
 
 
 def capture_forward(
-    module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False
+    module: nn.Module,
+    example_inputs: tuple[Tensor, ...],
+    *,
+    watch: bool = False,
+    blocks: BlockReads | None = None,
 ) -> Forward:
     """Capture `module(*example_inputs)`, a scalar loss or a tuple of it and of tensors that have no
     gradient. No collective runs, no memory is touched when the module holds fake tensors. `watch`
-    keeps what was read of Python."""
+    keeps what was read of Python, and what `blocks` would have read."""
     reads: list[Reads] = []
     notes: list[tuple[Any, str, Any]] = []
     whole_capture = functional_export.fullgraph_capture
-    store_attr = SideEffects.store_attr
+    store_attr, mutation = SideEffects.store_attr, SideEffects.mutation
 
     def watched(function: Any, *args: Any, **options: Any) -> Any:
         found = whole_capture(function, *args, **options)
-        reads.append(_reads(module, function, found.graph_capture_output))
+        reads.append(_reads(module, function, found.graph_capture_output, blocks))
         return found
 
     def noted(self: Any, item: Any, name: str, value: Any, *kind: Any, **named: Any) -> Any:
@@ -132,7 +138,14 @@ def capture_forward(
             if changes_nothing(*note) and name not in self.store_attr_mutations.get(item, ()):
                 return None
             notes.append(note)
+        if blocks is not None and isinstance(item.mutation_type, AttributeMutationExisting):
+            blocks.changed.append(name)
         return store_attr(self, item, name, value, *kind, **named)
+
+    def mutated(self: Any, item: Any) -> Any:
+        if blocks is not None and isinstance(item.mutation_type, ValueMutationExisting):
+            blocks.changed.append(item.source.name if item.source else str(item))
+        return mutation(self, item)
 
     with ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(capture_settings()))
@@ -142,6 +155,7 @@ def capture_forward(
         if watch:  # guards can only be built, and what is set only be seen, inside the capture
             stack.enter_context(mock.patch.object(functional_export, "fullgraph_capture", watched))
             stack.enter_context(mock.patch.object(SideEffects, "store_attr", noted))
+            stack.enter_context(mock.patch.object(SideEffects, "mutation", mutated))
         captured: Any = functional_export.dynamo_graph_capture_for_export(module)(*example_inputs)
     return Forward(captured, reads[0] if reads else None, tuple(notes))
 
@@ -180,39 +194,13 @@ def capture_joint(forward: Forward, example_inputs: tuple[Tensor, ...]) -> Joint
     return Joint(graph, joint.graph_module, gradients, tuple(writes), tuple(results))
 
 
-class Reads:
-    """What a traced forward read beside parameters and buffers, as dynamo's guards know it:
-    attributes, elements of lists, values of closures and of modules' globals."""
-
-    def __init__(
-        self, module: nn.Module, manager: Any, tensors: Iterable[tuple[str, Tensor]]
-    ) -> None:
-        self._manager = manager
-        self._locals = {"self": module}
-        scope = {"G": manager.global_scope, "L": self._locals, **manager.closure_vars}
-        self.tensors = tuple(
-            (name, tensor, eval(f"lambda: {name}", scope)) for name, tensor in tensors
-        )
-        """Tensors that the graph holds as constants: the expression that gave each (in dynamo's
-        words), the tensor, and a function that evaluates the expression again."""
-
-    def hold(self) -> bool:
-        """Whether all values are what they were. Tensors are not looked at."""
-        return self._manager.check(self._locals)
-
-    def broken(self) -> str:
-        """The first value that is not what it was: dynamo's condition, and where it was read."""
-        parts = self._manager.check_verbose(self._locals).verbose_code_parts
-        return parts[0] if parts else ""
-
-
 _VALUES = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH"})
 """Guards on plain values, which are kept wherever the value was read."""
 _ELSEWHERE = frozenset({"TENSOR_MATCH", "DUPLICATE_INPUT", "EMPTY_NN_MODULE_HOOKS_DICT"})
 """Guards on tensors and hooks, which `runtime.binding` looks at itself."""
 
 
-def _reads(module: nn.Module, function: Any, output: Any) -> Reads:
+def _reads(module: nn.Module, function: Any, output: Any, blocks: BlockReads | None) -> Reads:
     """Of the guards of a capture those on values anywhere, and on anything below `module`. Others
     see the insides of libraries, which change whenever somebody registers another model."""
     own = {id(t) for t in (*module.parameters(), *module.buffers())}
@@ -230,10 +218,15 @@ def _reads(module: nn.Module, function: Any, output: Any) -> Reads:
             kept.append(not is_batch and (below or kind in _VALUES))
         return kept
 
+    if blocks is not None:
+        blocks.add(output.output_graph.guards, _ELSEWHERE)
+
     code = get_traced_fn(function)[0].__code__
     # torch times the guards for its logs, on emptied caches: 30 ms, more than building them takes.
     with mock.patch.object(guards, "profile_guard_manager", return_value=0.0, create=True):
         manager = output.build_guards(code, Hooks(guard_filter_fn=wanted)).guard_manager
+    if blocks is not None:
+        blocks.compare(output.output_graph.guards)
     return Reads(module, manager, tensors.values())
 
 

@@ -19,11 +19,11 @@ from interlace.experts.pieces import EXPERT_ROWS
 from interlace.graphs.buffers import filled
 from interlace.graphs.capture_settings import tensors_put_back, without_fused_recurrence
 from interlace.graphs.joint import Joint, input_of
+from interlace.graphs.python_reads import BlockReads, Reads
 from interlace.graphs.ragged import refuse_sizes
 from interlace.graphs.torch_private import (
     Forward,
     LazyGraphModule,
-    Reads,
     capture_forward,
     capture_joint,
 )
@@ -145,14 +145,18 @@ def trace_chunk(
 
 
 def trace_forward(
-    module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False
+    module: nn.Module,
+    example_inputs: tuple[Tensor, ...],
+    *,
+    watch: bool = False,
+    blocks: BlockReads | None = None,
 ) -> Forward:
     """`module(*example_inputs) -> scalar loss` as Python runs it. Raises InputError as
     `trace_chunk` does."""
     with explained(module), without_fused_recurrence(module):
-        forward = capture_forward(module, example_inputs, watch=watch)
+        forward = capture_forward(module, example_inputs, watch=watch, blocks=blocks)
         if set_labels_kind(forward.notes):  # it reads what it set, so that another branch is taken
-            forward = capture_forward(module, example_inputs, watch=watch)
+            forward = capture_forward(module, example_inputs, watch=watch, blocks=blocks)
         return forward
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.errors import InputError, RunError
-from interlace.graphs.torch_private import Reads
+from interlace.graphs.python_reads import Reads
 from interlace.runtime.module_tensors import ModuleTensors, kind_of
 from interlace.runtime.module_tree import AGAIN, SINCE, ModuleTree
 

@@ -26,10 +26,10 @@ from interlace.graphs.group_axes import axes_of_groups
 from interlace.graphs.joint_backwards import split_joint_backwards
 from interlace.graphs.op_graphs import export, output_storages
 from interlace.graphs.parts import LOSS, RESULT, SAVED, GraphPart
+from interlace.graphs.python_reads import Reads
 from interlace.graphs.recompute import KEEP_ALL, RecomputePolicy, with_recompute
 from interlace.graphs.repeat import trace_repeated
 from interlace.graphs.strides import same_strides, without_overlap
-from interlace.graphs.torch_private import Reads
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, results_of, trace_chunk
 from interlace.ir.actions import Direction, Share, Strand, strand
 from interlace.ir.graph import OpGraph
