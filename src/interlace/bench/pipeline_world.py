@@ -24,6 +24,7 @@ from interlace.bench.pipeline_rivals import build_rival
 from interlace.config import PlanConfig
 from interlace.errors import RunError
 from interlace.ranks.launched import follow_launcher
+from interlace.runtime.peak_memory import measure_growth
 from interlace.step import Step
 
 Batch = tuple[Tensor, ...]
@@ -163,25 +164,58 @@ def take_turns(
 
 
 def _timed(way: Way, batches: Sequence[Batch]) -> int:
+    """Of the rank that took longest; all begin together."""
     dist.barrier()
     began = time.perf_counter_ns()
     way(batches)
-    dist.barrier()
-    return time.perf_counter_ns() - began
+    return _most(time.perf_counter_ns() - began)
 
 
 def predict(
     ways: Mapping[str, Way], steps: Mapping[str, Step], batches: Sequence[Batch]
-) -> dict[str, dict[str, list[int]]]:
+) -> dict[str, dict[str, list[float]]]:
     """By schedule ns of steps, `measured` as in `take_turns`, and `predicted` from a step that is
-    recorded right behind, so that both see the machine in the same state."""
-    measured: dict[str, list[int]] = {name: [] for name in steps}
-    predicted: dict[str, list[int]] = {name: [] for name in steps}
+    recorded right behind, so that both see the machine in the same state; and the bubbles of that
+    step, `bubble_measured` and `bubble_predicted`, as shares of all ranks' time."""
+    found: dict[str, dict[str, list[float]]] = {
+        key: {name: [] for name in steps}
+        for key in ("measured", "predicted", "bubble_measured", "bubble_predicted")
+    }
     for _ in range(_RECORDED):
         for name, step in steps.items():
-            measured[name].append(_timed(ways[f"ours {name}"], batches))
-            predicted[name].append(step.record_pipeline(batches).predicted.step_ns)
-    return {"measured": measured, "predicted": predicted}
+            found["measured"][name].append(_timed(ways[f"ours {name}"], batches))
+            record = step.record_pipeline(batches)
+            found["predicted"][name].append(record.predicted.step_ns)
+            found["bubble_measured"][name].append(record.measured.bubble_fraction)
+            found["bubble_predicted"][name].append(record.predicted.bubble_fraction)
+    return found
+
+
+def peaks(
+    ways: Mapping[str, Way], steps: Mapping[str, Step], batches: Sequence[Batch]
+) -> dict[str, dict[str, list[float]]]:
+    """The most bytes that a rank has at a time beside weights, of the rank that has most: gradients
+    and what forwards keep for backwards. `peak` by way as the C allocator counts it, with all that
+    operators need while they run, and `peak_predicted` by schedule without."""
+    found: dict[str, dict[str, list[float]]] = {"peak": {}, "peak_predicted": {}}
+    for name, way in ways.items():
+        held = sum(gradient.nbytes for gradient in way(batches).values())
+        dist.barrier()
+        growth = measure_growth(lambda way=way: way(batches), torch.device("cpu"))  # type: ignore[misc]
+        assert growth.allocated_bytes is not None
+        # Gradients of the step before are there when it begins, and PyTorch's are dropped then.
+        found["peak"][name] = [_most(growth.allocated_bytes + held)]
+        if (step := steps.get(name.removeprefix("ours "))) is not None:
+            kept = step.record_pipeline(batches).predicted.peak_bytes[dist.get_rank()]
+            found["peak_predicted"][name.removeprefix("ours ")] = [_most(kept + held)]
+    return found
+
+
+def _most(value: int) -> int:
+    """The largest of all ranks."""
+    total = torch.tensor(value)
+    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    return int(total)
 
 
 def main(job_path: str, result_path: str) -> int:
@@ -201,8 +235,9 @@ def main(job_path: str, result_path: str) -> int:
                 ways[f"torch {theirs}"] = build_rival(Gpt, size, theirs, chunks, loss_of)
         batches = batches_of(size)
         check_same(ways, batches)
-        found = {"times": take_turns(ways, batches, job["repeats"])}
+        found: dict[str, Any] = {"times": take_turns(ways, batches, job["repeats"])}
         found |= predict(ways, steps, batches)
+        found |= peaks(ways, steps, batches)
         if dist.get_rank() == 0:
             Path(result_path).write_text(json.dumps(found), encoding="utf-8")
         dist.barrier()

@@ -21,6 +21,8 @@ MEASURED = "measured"
 """Label of timelines of a step that was run, and not simulated."""
 ACTION = "action"
 """Kind of the spans in which a rank computes."""
+END = "end"
+"""Name and kind of the span of what a step does behind its last actions."""
 MESSAGE = "message"
 """Kind of the spans on a link, on the lane of its sender `to N`."""
 
@@ -55,6 +57,10 @@ class PipelineCosts:
     comes; nothing by default."""
     edges: tuple[Edge, ...] | None = None
     """Which chunk reads which; by default each the one before."""
+    before_ns: tuple[int, ...] = ()
+    """By rank: from the start of the step to its first action; nothing by default."""
+    behind_ns: int = 0
+    """From the end of the last action of all ranks to that of the step."""
 
     def action_ns(self, action: Action) -> int:
         """How long an action takes."""
@@ -127,7 +133,7 @@ def simulate_pipeline(
     """The step that these actions make. They are sound (`schedules.verify`)."""
     edges = chain(len(costs.chunks)) if costs.edges is None else costs.edges
     wiring = Wiring(ranks, edges)
-    free = [0] * len(ranks)
+    free = list(costs.before_ns or [0] * len(ranks))
     links: dict[tuple[int, int], int] = {}
     arrived: dict[StageMessage, int] = {}
     spans: list[list[Span]] = [[] for _ in ranks]
@@ -153,6 +159,10 @@ def simulate_pipeline(
                     str(message.direction), message.micro_batch, issue_ns=end,
                 )
             )  # fmt: skip
+    if costs.behind_ns:
+        last = max(span.end_ns for own in spans for span in own)
+        for own in spans:
+            own.append(Span(END, END, COMPUTE_LANE, last, last + costs.behind_ns))
     peaks = [_peak(actions, costs) for actions in ranks]
     return PipelineStep(
         tuple(Timeline(label, rank, tuple(each)) for rank, each in enumerate(spans)),
