@@ -20,6 +20,7 @@ from interlace.ir.stage_messages import Edge, StageMessage
 from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.runtime.handovers import Handovers, Route
 from interlace.runtime.stage_link import StageLink
+from interlace.sim.dealt_step import simulate_dealt
 from interlace.sim.pipeline_step import (
     ACTION,
     END,
@@ -28,7 +29,6 @@ from interlace.sim.pipeline_step import (
     ComparedStep,
     PipelineCosts,
     PipelineStep,
-    simulate_pipeline,
 )
 
 _PINGS = 5
@@ -101,9 +101,10 @@ def build_record(
     (`chunk_bytes`). Collective over the pipeline."""
     seen = link.gather(_Seen(platform.node(), watch.began, watch.noted, watch.ended, memory))
     ranks = tuple(tuple(own) for own in actions)
-    hops = _hops(link, handovers)
-    costs = _costs(ranks, seen, hops, handovers)
-    predicted = simulate_pipeline(ranks, costs)
+    hops = _hops(link, handovers, watch)
+    lasted, behind = _times(ranks, seen)
+    costs = _costs(seen, lasted, behind, hops, handovers)
+    predicted = simulate_dealt(ranks, costs, lasted, behind)
     # Processes of one host have one clock. Clocks of hosts differ, but all left a barrier then.
     began = [each.began for each in seen]
     if len({each.host for each in seen}) == 1:
@@ -129,12 +130,12 @@ def _spans(actions: Sequence[Action], seen: _Seen, origin: int) -> tuple[Span, .
     return tuple(spans)
 
 
-def _costs(
-    ranks: Sequence[Sequence[Action]],
-    seen: Sequence[_Seen],
-    hops: Mapping[Edge, int],
-    handovers: Handovers,
-) -> PipelineCosts:
+_Times = Mapping[str, Sequence[int]]
+"""By phase: ns of each time that it ran."""
+
+
+def _times(ranks: Sequence[Sequence[Action]], seen: Sequence[_Seen]) -> tuple[_Times, _Times]:
+    """How long actions lasted, and how long a rank was busy behind each but its last one."""
     lasted: dict[str, list[int]] = {}
     behind: dict[str, list[int]] = {}
     for actions, each in zip(ranks, seen, strict=True):
@@ -143,7 +144,17 @@ def _costs(
             lasted.setdefault(action.phase, []).append(end - ready)
         for action, (_, _, end), (turn, _, _) in zip(actions, own, own[1:], strict=False):
             behind.setdefault(action.phase, []).append(turn - end)
-    # A step is a sum of passes, so their mean predicts it; a median leaves out the slow ones.
+    return lasted, behind
+
+
+def _costs(
+    seen: Sequence[_Seen],
+    lasted: _Times,
+    behind: _Times,
+    hops: Mapping[Edge, int],
+    handovers: Handovers,
+) -> PipelineCosts:
+    # A step is a sum of passes, so their mean stands for them; a median leaves out the slow ones.
     ns = {phase: round(fmean(each)) for phase, each in lasted.items()}
     between = {phase: round(fmean(each)) for phase, each in behind.items()}
     count = len(handovers.rank_of)
@@ -176,19 +187,25 @@ def _chunk(ns: Mapping[str, int], chunk: int | None, memory: tuple[int, int]) ->
     )  # fmt: skip
 
 
-def _hops(link: StageLink, handovers: Handovers) -> dict[Edge, int]:
+def _hops(link: StageLink, handovers: Handovers, watch: ActionWatch) -> dict[Edge, int]:
     """By edge between two ranks: how long what goes over it takes, there or back, the longer one.
     All ranks take part, one message at a time."""
     found: dict[Edge, int] = {}
     for route, values in handovers.messages.items():
         like = [value.like for value in values]
-        times = [_ping(link, handovers, route, like) for _ in range(_PINGS)]
+        times = [_ping(link, handovers, route, like, watch) for _ in range(_PINGS)]
         edge = min(route[1:]), max(route[1:])
         found[edge] = max(found.get(edge, 0), round(median(times)))
     return found
 
 
-def _ping(link: StageLink, handovers: Handovers, route: Route, like: Sequence[torch.Tensor]) -> int:
+def _ping(
+    link: StageLink,
+    handovers: Handovers,
+    route: Route,
+    like: Sequence[torch.Tensor],
+    watch: ActionWatch,
+) -> int:
     """ns that a message of this route takes: until an answer of one element is back, less the time
     of that."""
     way, first, second = route
@@ -200,13 +217,13 @@ def _ping(link: StageLink, handovers: Handovers, route: Route, like: Sequence[to
     took = 0
     if link.rank == source:
         tensors = [link.empty(each) for each in like]
-        began = time.perf_counter_ns()
+        began = watch.now()
         link.send_message(message, tensors, to, what)
         link.wait(link.receive(word, to, what))
-        answered = time.perf_counter_ns()
+        answered = watch.now()
         link.send(word, to, what)
         link.wait(link.receive(word, to, what))
-        took = answered - began - (time.perf_counter_ns() - answered) // 2
+        took = answered - began - (watch.now() - answered) // 2
     elif link.rank == to:
         link.wait(link.receive_message(message, like, source, what))
         link.send(word, source, what)

@@ -67,6 +67,12 @@ class PipelineCosts:
         alone = sum(self._pass_ns(slot) for slot in action.slots)
         return self.pairs_ns.get(action.phase, alone) if len(action.slots) > 1 else alone
 
+    def message_ns(self, message: StageMessage) -> int:
+        """How long a message takes."""
+        forward = message.direction == Direction.FORWARD
+        edge = (message.source, message.to) if forward else (message.to, message.source)
+        return self.messages_ns.get(edge, 0)
+
     def _pass_ns(self, slot: Slot) -> int:
         chunk = self.chunks[slot.strand.chunk or 0]
         if slot.strand.direction == Direction.FORWARD:
@@ -132,43 +138,65 @@ def simulate_pipeline(
 ) -> PipelineStep:
     """The step that these actions make. They are sound (`schedules.verify`)."""
     edges = chain(len(costs.chunks)) if costs.edges is None else costs.edges
-    wiring = Wiring(ranks, edges)
-    free = list(costs.before_ns or [0] * len(ranks))
-    links: dict[tuple[int, int], int] = {}
-    arrived: dict[StageMessage, int] = {}
-    spans: list[list[Span]] = [[] for _ in ranks]
-    for rank, index in order_of_run(ranks, edges):
-        action = ranks[rank][index]
-        needed = wiring.needed(action)
-        start = max([free[rank], *(arrived[message] for message in needed)])
-        end = start + costs.action_ns(action)
-        numbers = _Numbers(action)
-        if start > free[rank]:
-            spans[rank].append(numbers.span(WAIT, COMPUTE_LANE, free[rank], start))
-        spans[rank].append(numbers.span(ACTION, COMPUTE_LANE, start, end))
-        free[rank] = end + costs.between_ns.get(action.phase, 0)
-        for message in wiring.sent(action):
-            to = wiring.rank_of[message.to]
-            begin = max(end, links.get((rank, to), 0))
-            forward = message.direction == Direction.FORWARD
-            edge = (message.source, message.to) if forward else (message.to, message.source)
-            arrived[message] = links[rank, to] = begin + costs.messages_ns.get(edge, 0)
-            spans[rank].append(
-                Span(
-                    str(message), MESSAGE, f"to {to}", begin, arrived[message],
-                    str(message.direction), message.micro_batch, issue_ns=end,
-                )
-            )  # fmt: skip
-    if costs.behind_ns:
-        last = max(span.end_ns for own in spans for span in own)
-        for own in spans:
-            own.append(Span(END, END, COMPUTE_LANE, last, last + costs.behind_ns))
-    peaks = [_peak(actions, costs) for actions in ranks]
-    return PipelineStep(
-        tuple(Timeline(label, rank, tuple(each)) for rank, each in enumerate(spans)),
-        tuple(most for most, _ in peaks),
-        tuple(count for _, count in peaks),
-    )
+    return ListedActions(ranks, edges).step(costs, label)
+
+
+class ListedActions:
+    """The actions of all ranks in an order in which they can run, with their messages."""
+
+    def __init__(self, ranks: Sequence[Sequence[Action]], edges: Sequence[Edge]) -> None:
+        wiring = Wiring(ranks, edges)
+        self._ranks = ranks
+        self._order = []
+        for rank, index in order_of_run(ranks, edges):
+            action = ranks[rank][index]
+            sent = [(message, wiring.rank_of[message.to]) for message in wiring.sent(action)]
+            self._order.append((rank, index, action, wiring.needed(action), sent))
+
+    def step(
+        self,
+        costs: PipelineCosts,
+        label: str = "predicted",
+        taken: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> PipelineStep:
+        """The step that they make. `taken` has, by rank and action, how long it takes and how long
+        its rank is busy behind it, where that is not to be what `costs` says."""
+        ranks = self._ranks
+        free = list(costs.before_ns or [0] * len(ranks))
+        links: dict[tuple[int, int], int] = {}
+        arrived: dict[StageMessage, int] = {}
+        spans: list[list[Span]] = [[] for _ in ranks]
+        for rank, index, action, needed, sent in self._order:
+            if taken is None:
+                lasts, behind = costs.action_ns(action), costs.between_ns.get(action.phase, 0)
+            else:
+                lasts, behind = taken[rank][index]
+            start = max([free[rank], *(arrived[message] for message in needed)])
+            end = start + lasts
+            numbers = _Numbers(action)
+            if start > free[rank]:
+                spans[rank].append(numbers.span(WAIT, COMPUTE_LANE, free[rank], start))
+            spans[rank].append(numbers.span(ACTION, COMPUTE_LANE, start, end))
+            free[rank] = end + behind
+            for message, to in sent:
+                begin = max(end, links.get((rank, to), 0))
+                arrived[message] = links[rank, to] = begin + costs.message_ns(message)
+                spans[rank].append(
+                    Span(
+                        str(message), MESSAGE, f"to {to}", begin, arrived[message],
+                        str(message.direction), message.micro_batch, issue_ns=end,
+                    )
+                )  # fmt: skip
+        if costs.behind_ns:
+            last = max(span.end_ns for own in spans for span in own)
+            for own in spans:
+                own.append(Span(END, END, COMPUTE_LANE, last, last + costs.behind_ns))
+        peaks = [_peak(actions, costs) for actions in ranks]
+        return PipelineStep(
+            tuple(Timeline(label, rank, tuple(each)) for rank, each in enumerate(spans)),
+            tuple(most for most, _ in peaks),
+            tuple(count for _, count in peaks),
+        )
 
 
 def _peak(actions: Sequence[Action], costs: PipelineCosts) -> tuple[int, int]:
