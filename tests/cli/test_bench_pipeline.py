@@ -17,12 +17,13 @@ def test_every_schedule_has_its_rows() -> None:
         "peak": {name: [2.0**21] for name in names} | {rival: [2.0**22] for rival in rivals},
         "predicted": {name: [95e6, 105e6] for name in own},
         "measured": {name: [100e6, 100e6] for name in own},
+        "recorded": {name: [95e6, 105e6] for name in own},
         "bubble_predicted": {name: [0.1] for name in own},
         "bubble_measured": {name: [0.2] for name in own},
         "peak_predicted": {name: [2.0**20] for name in own},
     }
     rows = {(row.case, row.metric): row for row in rows_of("a link", found)}
-    assert len(rows) == 5 * len(own) + 2 * len(rivals)
+    assert len(rows) == 6 * len(own) + 2 * len(rivals)
     ratio = {metric: rows["zb_h1, a link", metric].ratio for _, metric in rows}
     assert ratio == pytest.approx(
         {
@@ -31,6 +32,7 @@ def test_every_schedule_has_its_rows() -> None:
             "memory_vs_pytorch": 2.0,
             "memory_vs_1f1b": 2.0,
             "predicted_over_measured": 1.0,
+            "predicted_over_recorded": 1.0,
             "bubble_predicted_over_measured": 0.5,
             "memory_predicted_over_measured": 0.5,
         }

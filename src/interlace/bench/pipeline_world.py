@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from interlace.api import compile_step
+from interlace.api import compile_step, stage_parameters
 from interlace.bench.pipeline_rivals import build_rival
 from interlace.config import PlanConfig
 from interlace.errors import RunError
 from interlace.ranks.launched import follow_launcher
 from interlace.runtime.peak_memory import measure_growth
+from interlace.runtime.pipeline_record import PipelineRecord
 from interlace.step import Step
 
 Batch = tuple[Tensor, ...]
@@ -32,8 +33,6 @@ LIMIT = timedelta(seconds=300)
 """Limit of every wait of the bench; no step takes nearly so long."""
 _WARM_UP = 2
 """Steps of each way that are not timed."""
-_RECORDED = 9
-"""Steps of each of our ways that are recorded for a prediction, each behind one that is timed."""
 _BOUND = 1e-4
 """By how much gradients in float32 may differ between the runtimes, of the largest one; they add
 up in other orders."""
@@ -172,23 +171,35 @@ def _timed(way: Way, batches: Sequence[Batch]) -> int:
 
 
 def predict(
-    ways: Mapping[str, Way], steps: Mapping[str, Step], batches: Sequence[Batch]
+    ways: Mapping[str, Way], steps: Mapping[str, Step], batches: Sequence[Batch], repeats: int
 ) -> dict[str, dict[str, list[float]]]:
-    """By schedule ns of steps, `measured` as in `take_turns`, and `predicted` from a step that is
-    recorded right behind, so that both see the machine in the same state; and the bubbles of that
-    step, `bubble_measured` and `bubble_predicted`, as shares of all ranks' time."""
-    found: dict[str, dict[str, list[float]]] = {
-        key: {name: [] for name in steps}
-        for key in ("measured", "predicted", "bubble_measured", "bubble_predicted")
-    }
-    for _ in range(_RECORDED):
+    """By schedule ns of steps. `recorded` and `predicted`: of a recorded step, and as it is
+    simulated from its own times. `measured`: the mean of the steps right before and behind it,
+    which are timed as in `take_turns`, so that it sees the machine in the same state. And bubbles
+    of the recorded step, `bubble_measured` and `bubble_predicted`, as shares of all ranks' time."""
+    keys = ("measured", "recorded", "predicted", "bubble_measured", "bubble_predicted")
+    found: dict[str, dict[str, list[float]]] = {key: {name: [] for name in steps} for key in keys}
+    for _ in range(repeats):
         for name, step in steps.items():
-            found["measured"][name].append(_timed(ways[f"ours {name}"], batches))
-            record = step.record_pipeline(batches)
-            found["predicted"][name].append(record.predicted.step_ns)
-            found["bubble_measured"][name].append(record.measured.bubble_fraction)
-            found["bubble_predicted"][name].append(record.predicted.bubble_fraction)
+            before = _timed(ways[f"ours {name}"], batches)
+            record = recorded(step, batches)
+            behind = _timed(ways[f"ours {name}"], batches)
+            for key, value in (
+                ("measured", (before + behind) / 2),
+                ("recorded", record.measured.step_ns),
+                ("predicted", record.predicted.step_ns),
+                ("bubble_measured", record.measured.bubble_fraction),
+                ("bubble_predicted", record.predicted.bubble_fraction),
+            ):
+                found[key][name].append(value)
     return found
+
+
+def recorded(step: Step, batches: Sequence[Batch]) -> PipelineRecord:
+    """The record of a step that begins with no gradients, as those do that are timed."""
+    for parameter in stage_parameters(step).values():
+        parameter.grad = None
+    return step.record_pipeline(batches)
 
 
 def peaks(
@@ -206,7 +217,7 @@ def peaks(
         # Gradients of the step before are there when it begins, and PyTorch's are dropped then.
         found["peak"][name] = [_most(growth.allocated_bytes + held)]
         if (step := steps.get(name.removeprefix("ours "))) is not None:
-            kept = step.record_pipeline(batches).predicted.peak_bytes[dist.get_rank()]
+            kept = recorded(step, batches).predicted.peak_bytes[dist.get_rank()]
             found["peak_predicted"][name.removeprefix("ours ")] = [_most(kept + held)]
     return found
 
@@ -236,7 +247,7 @@ def main(job_path: str, result_path: str) -> int:
         batches = batches_of(size)
         check_same(ways, batches)
         found: dict[str, Any] = {"times": take_turns(ways, batches, job["repeats"])}
-        found |= predict(ways, steps, batches)
+        found |= predict(ways, steps, batches, job["recorded"])
         found |= peaks(ways, steps, batches)
         if dist.get_rank() == 0:
             Path(result_path).write_text(json.dumps(found), encoding="utf-8")

@@ -3,8 +3,8 @@
 No two passes of a chunk take equally long, and a rank that waits for another waits for its slow
 passes too, while its own fast ones gain it nothing. So a step is longer than one in which each pass
 takes the mean, the more so the more ranks wait for each other. Which micro-batch was slow is chance
-and no property of a schedule: the measured times of a kind of pass are dealt among its micro-batches
-at random, which keeps their sum, and the deal of median length is the step.
+and no property of a schedule: the measured times of a kind of pass are dealt among its
+micro-batches at random, which keeps their sum, and the deal of median length is the step.
 """
 
 import random
