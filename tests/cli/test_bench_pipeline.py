@@ -1,10 +1,13 @@
 """The bench of pipelines without its ranks: which rows it has, and what each ratio is of."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch.distributed.pipelining as theirs
 
 from interlace.bench.pipeline import _SCHEDULES, rows_of
 from interlace.schedules.finder import find
+from interlace.schedules.torch_csv import to_csv
 
 
 def test_every_schedule_has_its_rows() -> None:
@@ -48,3 +51,12 @@ def test_schedules_exist_on_both_sides(ours: str, rival: str, chunks: int) -> No
     del chunks
     assert find(ours).name == ours
     assert not rival or hasattr(theirs, f"Schedule{rival}")
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 8), (3, 12), (4, 8), (8, 32)])
+def test_the_rival_of_zb_h1_has_its_order(ranks: int, count: int) -> None:
+    """PyTorch's interleaved zero bubble with one stage on a rank."""
+    stage = MagicMock(group_size=ranks, group_rank=0, num_stages=ranks, stage_index=0)
+    order = theirs.ScheduleInterleavedZeroBubble([stage], count, None).pipeline_order
+    lists = [",".join(str(each) for each in order[r] if each is not None) for r in range(ranks)]
+    assert lists == to_csv(find("zb_h1").of_ranks(ranks, count)).split()

@@ -39,7 +39,7 @@ from interlace.ranks.launched import follow_launcher
 from interlace.runtime.pipeline_record import PipelineRecord
 from interlace.step import Step
 
-_RECORDED = 3
+_RECORDED = 2
 """Steps of each of our ways that are recorded."""
 
 
