@@ -121,14 +121,19 @@ def rows_of(link: str, found: Mapping[str, Mapping[str, Sequence[float]]]) -> li
         for metric, rival in (("pytorch", theirs and f"torch {theirs}"), ("1f1b", _BASELINE)):
             if rival:
                 rows.append(speedup(case, f"speedup_vs_{metric}", times[mine], times[rival]))
+            if rival and peaks:
                 rows.append(speedup(case, f"memory_vs_{metric}", peaks[mine], peaks[rival]))
         for metric, predicted, measured, unit in (
             ("predicted_over_measured", "predicted", "measured", 1e6),
             ("predicted_over_recorded", "predicted", "recorded", 1e6),
             ("bubble_predicted_over_measured", "bubble_predicted", "bubble_measured", 0.01),
-            ("memory_predicted_over_measured", "peak_predicted", "", 2**20),
         ):
-            simulated = [each / unit for each in found[predicted][ours]]
-            real = [each / unit for each in found[measured][ours]] if measured else peaks[mine]
+            simulated, real = (
+                [each / unit for each in found[key][ours]] for key in (predicted, measured)
+            )
             rows.append(replace(predicted_over_measured(case, simulated, real), metric=metric))
+        if peaks:
+            simulated = [each / 2**20 for each in found["peak_predicted"][ours]]
+            row = predicted_over_measured(case, simulated, peaks[mine])
+            rows.append(replace(row, metric="memory_predicted_over_measured"))
     return rows

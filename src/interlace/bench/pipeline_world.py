@@ -24,7 +24,7 @@ from interlace.bench.pipeline_rivals import build_rival
 from interlace.config import PlanConfig
 from interlace.errors import RunError
 from interlace.ranks.launched import follow_launcher
-from interlace.runtime.peak_memory import measure_growth
+from interlace.runtime.peak_memory import allocated_bytes, measure_growth
 from interlace.runtime.pipeline_record import PipelineRecord
 from interlace.step import Step
 
@@ -210,8 +210,13 @@ def peaks(
 ) -> dict[str, dict[str, list[float]]]:
     """The most bytes that a rank has at a time beside weights, of the rank that has most: gradients
     and what forwards keep for backwards. `peak` by way as the C allocator counts it, with all that
-    operators need while they run, and `peak_predicted` by schedule without."""
+    operators need while they run, and `peak_predicted` by schedule without; neither where the C
+    library is not glibc, which is said."""
     found: dict[str, dict[str, list[float]]] = {"peak": {}, "peak_predicted": {}}
+    if allocated_bytes() is None:
+        if dist.get_rank() == 0:
+            print("note: the C library does not tell what it holds: no memory", file=sys.stderr)
+        return found
     for name, way in ways.items():
         held = sum(gradient.nbytes for gradient in way(batches).values())
         dist.barrier()
