@@ -35,10 +35,10 @@ BENCHES = (
     Bench("zero3", 14, links=True),
     Bench("decompose", 44, links=True),
     Bench("reshard", 16, links=True),
-    Bench("pipeline", 8, links=True),
-    Bench("searched", 14, links=False),
+    Bench("pipeline", 16, links=True),
+    Bench("searched", 25, links=False),
     Bench("tensor_share", 15, links=True),
-    Bench("stage_transfers", 14, links=True),
+    Bench("stage_transfers", 18, links=True),
     Bench("moe_strands", 17, links=True),
 )
 

@@ -264,9 +264,11 @@ class Step:
                 "this step is none of a pipeline, and only one rank runs it",
                 hint="record() gives the timeline of this rank",
             )
-        self.losses, record = executor.record(self._begin(self.tensors.flat(micro_batches)))
-        self.tensors.finish()
-        return record
+        given = self.tensors.flat(micro_batches)
+        with executor.watched() as watch:
+            self.losses = executor.step(self._begin(given))
+            self.tensors.finish()
+        return executor.record(watch, len(given))
 
     @property
     def digests(self) -> dict[str, str]:

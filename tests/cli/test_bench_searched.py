@@ -58,17 +58,21 @@ def test_rows_say_what_is_emulated_and_predicted() -> None:
         "best fixed": [120 * ms, 132 * ms],
         "torch interleaved": [200 * ms, 220 * ms],
     }
-    rows = rows_of(SMALL, found, times)
+    ours = ("searched", "interleaved", "best fixed")
+    recorded = {name: [100 * ms, 110 * ms] for name in ours}
+    predicted = {name: [90 * ms, 99 * ms] for name in ours}
+    rows = rows_of(SMALL, found, {"times": times, "measured": recorded, "predicted": predicted})
     assert all(EMULATED in row.case for row in rows)
     assert [row.metric for row in rows] == [
         "speedup_vs_interleaved",
         "speedup_vs_pytorch_interleaved",
         f"speedup_vs_balanced_{best_fixed(found).schedule}",
-        *(3 * ["predicted_over_measured"]),
+        *(3 * ["predicted_over_measured", "searched_over_measured"]),
     ]
     assert [row.ratio for row in rows[:3]] == pytest.approx([1.5, 2.0, 1.2])
-    predicted = rows[3]
-    assert (predicted.ours, predicted.baseline) == (found.step.step_ns / ms, 105)
-    assert predicted.spread == pytest.approx(
+    assert [rows[k].ratio for k in (3, 5, 7)] == pytest.approx([0.9, 0.9, 0.9])
+    known = rows[4]
+    assert (known.ours, known.baseline) == (found.step.step_ns / ms, 105)
+    assert known.spread == pytest.approx(
         (found.step.step_ns / ms / 110, found.step.step_ns / ms / 100)
     )

@@ -259,6 +259,8 @@ def several_steps() -> dict[str, Any]:
             "actions": len(recorded[0]),
             "picture": picture.startswith(b"\x89PNG"),
             "times": min(record.predicted.step_ns, *record.costs.messages_ns.values()) > 0,
+            "around": min(*record.costs.before_ns, record.costs.behind_ns) > 0,
+            "kept": min(record.predicted.peak_bytes) > 0,
             "edges": sorted(record.costs.messages_ns),
             "summary": record.summary().count("bubble"),
             "losses": sum(name.startswith("loss") for name in found),
@@ -278,6 +280,8 @@ def test_several_steps_of_training() -> None:
         assert found["stage"] == found["held"]
         assert found["picture"]
         assert found["times"]
+        assert found["around"]
+        assert found["kept"]
         wanted_actions = find("dual_pipe_v").of_ranks(2, 6)[0]
         assert (found["actions"], found["summary"]) == (len(wanted_actions), 2)
         assert found["edges"] == [[0, 1], [2, 3]]

@@ -4,14 +4,15 @@ Two ranks, one core each, run a GPT of plain PyTorch in float32, cut into the sa
 Once over the machine's own link, and once over links of a lab whose rate lets what a rank sends in
 a step under 1F1B take a good part of the step. All ways take turns step by step in one run, and
 their gradients are compared before. The first steps of each way are not counted. Then steps of our
-ways are timed and recorded by turns, and what is recorded is simulated with its own times.
+ways are timed and recorded by turns, and what is recorded is simulated with its own times. At last
+a step of each way is run with a look at the C allocator after every operator.
 """
 
 import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from interlace.bench.results import (
@@ -26,7 +27,9 @@ from interlace.lab import hosts
 from interlace.ranks.launch import launch
 
 _SCHEDULES = (
+    ("gpipe", "GPipe", 1),
     ("one_f_one_b", "1F1B", 1),
+    ("zb_h1", "InterleavedZeroBubble", 1),
     ("interleaved", "Interleaved1F1B", 2),
     ("zb_v", "ZBVZeroBubble", 2),
     ("dual_pipe_v", "DualPipeV", 2),
@@ -34,7 +37,8 @@ _SCHEDULES = (
     ("folded", "", 2),
     ("eager_folded", "", 2),
 )
-"""(ours, PyTorch's of the same order or empty, chunks on a rank)."""
+"""(ours, PyTorch's of the same kind or empty, chunks on a rank). PyTorch's interleaved zero-bubble
+schedule is ZB-H1 action by action when a rank has one stage."""
 _BASELINE = "torch 1F1B"
 """What every way is compared with."""
 _FULL = {
@@ -77,9 +81,8 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     return 0
 
 
-_Times = dict[str, dict[str, list[int]]]
-"""`times`: ns of each step of each way; `predicted` and `measured`: ns of our schedules' steps as
-they are simulated, and of those timed right before."""
+_Times = dict[str, dict[str, list[float]]]
+"""`times`: ns of each step of each way; what `pipeline_world.predict` and `peaks` give."""
 
 
 def measure(rate: str, *, quick: bool) -> _Times:
@@ -88,6 +91,7 @@ def measure(rate: str, *, quick: bool) -> _Times:
         "size": _QUICK if quick else _FULL,
         "schedules": _SCHEDULES,
         "repeats": 3 if quick else 12,
+        "recorded": 2 if quick else 7,
     }
     with tempfile.TemporaryDirectory(prefix="interlace-pipeline-") as folder:
         told, result = Path(folder) / "job.json", Path(folder) / "times.json"
@@ -105,19 +109,31 @@ def measure(rate: str, *, quick: bool) -> _Times:
         return found
 
 
-def rows_of(link: str, found: Mapping[str, Mapping[str, Sequence[int]]]) -> list[ResultRow]:
-    """Each of our schedules against PyTorch's runtime: running the same one, and running 1F1B; and
-    against the simulator."""
+def rows_of(link: str, found: Mapping[str, Mapping[str, Sequence[float]]]) -> list[ResultRow]:
+    """Each of our schedules against PyTorch's runtime, running the same one and running 1F1B: times
+    in ms, and peak memory beside weights in MiB. And against the simulator: times, the bubble in
+    per cent of all ranks' time, and memory."""
     times = {name: [each / 1e6 for each in own] for name, own in found["times"].items()}
+    peaks = {name: [each / 2**20 for each in own] for name, own in found["peak"].items()}
     rows = []
     for ours, theirs, _ in _SCHEDULES:
-        mine = times[f"ours {ours}"]
-        if theirs:
-            case = f"{ours}, {link}"
-            rows.append(speedup(case, "speedup_vs_pytorch", mine, times[f"torch {theirs}"]))
-        rows.append(speedup(f"{ours}, {link}", "speedup_vs_1f1b", mine, times[_BASELINE]))
-        predicted, measured = (
-            [each / 1e6 for each in found[key][ours]] for key in ("predicted", "measured")
-        )
-        rows.append(predicted_over_measured(f"{ours}, {link}", predicted, measured))
+        case, mine = f"{ours}, {link}", f"ours {ours}"
+        for metric, rival in (("pytorch", theirs and f"torch {theirs}"), ("1f1b", _BASELINE)):
+            if rival:
+                rows.append(speedup(case, f"speedup_vs_{metric}", times[mine], times[rival]))
+            if rival and peaks:
+                rows.append(speedup(case, f"memory_vs_{metric}", peaks[mine], peaks[rival]))
+        for metric, predicted, measured, unit in (
+            ("predicted_over_measured", "predicted", "measured", 1e6),
+            ("predicted_over_recorded", "predicted", "recorded", 1e6),
+            ("bubble_predicted_over_measured", "bubble_predicted", "bubble_measured", 0.01),
+        ):
+            simulated, real = (
+                [each / unit for each in found[key][ours]] for key in (predicted, measured)
+            )
+            rows.append(replace(predicted_over_measured(case, simulated, real), metric=metric))
+        if peaks:
+            simulated = [each / 2**20 for each in found["peak_predicted"][ours]]
+            row = predicted_over_measured(case, simulated, peaks[mine])
+            rows.append(replace(row, metric="memory_predicted_over_measured"))
     return rows

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as theirs
 from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 _V_SHAPES = ("ZBVZeroBubble", "DualPipeV")
 """Schedules whose last rank has the middle of the model, and whose first one both ends."""
@@ -35,7 +36,8 @@ def build_rival(
         for module, chunk in zip(modules, own, strict=True)
     ]
     kind = getattr(theirs, f"Schedule{schedule}")
-    runner = kind(stages[0] if chunks == 1 else stages, size["micro_batches"], loss_of)
+    is_single = issubclass(kind, PipelineScheduleSingle)
+    runner = kind(stages[0] if is_single else stages, size["micro_batches"], loss_of)
     has_first, has_last = 0 in own, total - 1 in own
 
     def run(batches: Sequence[tuple[Tensor, ...]]) -> Mapping[str, Tensor]:

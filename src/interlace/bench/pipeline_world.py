@@ -19,20 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from interlace.api import compile_step
+from interlace.api import compile_step, stage_parameters
 from interlace.bench.pipeline_rivals import build_rival
 from interlace.config import PlanConfig
 from interlace.errors import RunError
 from interlace.ranks.launched import follow_launcher
 from interlace.runtime.executor import Batch
+from interlace.runtime.peak_memory import allocated_bytes, measure_growth
+from interlace.runtime.pipeline_record import PipelineRecord
 from interlace.step import Step
 
 LIMIT = timedelta(seconds=300)
 """Limit of every wait of the bench; no step takes nearly so long."""
 _WARM_UP = 2
 """Steps of each way that are not timed."""
-_RECORDED = 9
-"""Steps of each of our ways that are recorded for a prediction, each behind one that is timed."""
 _BOUND = 1e-4
 """By how much gradients in float32 may differ between the runtimes, of the largest one; they add
 up in other orders."""
@@ -163,25 +163,79 @@ def take_turns(
 
 
 def _timed(way: StepFunction, batches: Sequence[Batch]) -> int:
+    """Of the rank that took longest; all begin together."""
     dist.barrier()
     began = time.perf_counter_ns()
     way(batches)
-    dist.barrier()
-    return time.perf_counter_ns() - began
+    return _most(time.perf_counter_ns() - began)
 
 
 def predict(
-    ways: Mapping[str, StepFunction], steps: Mapping[str, Step], batches: Sequence[Batch]
-) -> dict[str, dict[str, list[int]]]:
-    """By schedule ns of steps, `measured` as in `take_turns`, and `predicted` from a step that is
-    recorded right behind, so that both see the machine in the same state."""
-    measured: dict[str, list[int]] = {name: [] for name in steps}
-    predicted: dict[str, list[int]] = {name: [] for name in steps}
-    for _ in range(_RECORDED):
+    ways: Mapping[str, StepFunction],
+    steps: Mapping[str, Step],
+    batches: Sequence[Batch],
+    repeats: int,
+) -> dict[str, dict[str, list[float]]]:
+    """By schedule ns of steps. `recorded` and `predicted`: of a recorded step, and as it is
+    simulated from its own times. `measured`: the mean of the steps right before and behind it,
+    which are timed as in `take_turns`, so that it sees the machine in the same state. And bubbles
+    of the recorded step, `bubble_measured` and `bubble_predicted`, as shares of all ranks' time."""
+    keys = ("measured", "recorded", "predicted", "bubble_measured", "bubble_predicted")
+    found: dict[str, dict[str, list[float]]] = {key: {name: [] for name in steps} for key in keys}
+    for _ in range(repeats):
         for name, step in steps.items():
-            measured[name].append(_timed(ways[f"ours {name}"], batches))
-            predicted[name].append(step.record_pipeline(batches).predicted.step_ns)
-    return {"measured": measured, "predicted": predicted}
+            ways[f"ours {name}"](batches)  # so that none has weights to fetch that others have not
+            before = _timed(ways[f"ours {name}"], batches)
+            record = recorded(step, batches)
+            behind = _timed(ways[f"ours {name}"], batches)
+            for key, value in (
+                ("measured", (before + behind) / 2),
+                ("recorded", record.measured.step_ns),
+                ("predicted", record.predicted.step_ns),
+                ("bubble_measured", record.measured.bubble_fraction),
+                ("bubble_predicted", record.predicted.bubble_fraction),
+            ):
+                found[key][name].append(value)
+    return found
+
+
+def recorded(step: Step, batches: Sequence[Batch]) -> PipelineRecord:
+    """The record of a step that begins with no gradients, as those do that are timed."""
+    for parameter in stage_parameters(step).values():
+        parameter.grad = None
+    return step.record_pipeline(batches)
+
+
+def peaks(
+    ways: Mapping[str, StepFunction], steps: Mapping[str, Step], batches: Sequence[Batch]
+) -> dict[str, dict[str, list[float]]]:
+    """The most bytes that a rank has at a time beside weights, of the rank that has most: gradients
+    and what forwards keep for backwards. `peak` by way as the C allocator counts it, with all that
+    operators need while they run, and `peak_predicted` by schedule without; neither where the C
+    library is not glibc, which is said."""
+    found: dict[str, dict[str, list[float]]] = {"peak": {}, "peak_predicted": {}}
+    if allocated_bytes() is None:
+        if dist.get_rank() == 0:
+            print("note: the C library does not tell what it holds: no memory", file=sys.stderr)
+        return found
+    for name, way in ways.items():
+        held = sum(gradient.nbytes for gradient in way(batches).values())
+        dist.barrier()
+        growth = measure_growth(lambda way=way: way(batches), torch.device("cpu"))  # type: ignore[misc]
+        assert growth.allocated_bytes is not None
+        # Gradients of the step before are there when it begins, and PyTorch's are dropped then.
+        found["peak"][name] = [_most(growth.allocated_bytes + held)]
+        if (step := steps.get(name.removeprefix("ours "))) is not None:
+            kept = recorded(step, batches).predicted.peak_bytes[dist.get_rank()]
+            found["peak_predicted"][name.removeprefix("ours ")] = [_most(kept + held)]
+    return found
+
+
+def _most(value: int) -> int:
+    """The largest of all ranks."""
+    total = torch.tensor(value)
+    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    return int(total)
 
 
 def main(job_path: str, result_path: str) -> int:
@@ -201,8 +255,9 @@ def main(job_path: str, result_path: str) -> int:
                 ways[f"torch {theirs}"] = build_rival(Gpt, size, theirs, chunks, loss_of)
         batches = batches_of(size)
         check_same(ways, batches)
-        found = {"times": take_turns(ways, batches, job["repeats"])}
-        found |= predict(ways, steps, batches)
+        found: dict[str, Any] = {"times": take_turns(ways, batches, job["repeats"])}
+        found |= predict(ways, steps, batches, job["recorded"])
+        found |= peaks(ways, steps, batches)
         if dist.get_rank() == 0:
             Path(result_path).write_text(json.dumps(found), encoding="utf-8")
         dist.barrier()

@@ -47,6 +47,9 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
 takes little."""
 _BOUNDARY_NS = 300_000
 """Time of a message of some KB over gloo and loopback, about; a choice."""
+StepTimes = Mapping[str, Mapping[str, list[int]]]
+"""By way: `times`, ns of each step; of our ways `measured`, ns of steps that were recorded, and
+`predicted`, as the simulator has them."""
 _SEARCHED, _USUAL, _BEST, _TORCH = "searched", "interleaved", "best fixed", "torch interleaved"
 """Ways of running a step."""
 
@@ -143,8 +146,8 @@ def best_fixed(found: SearchedPipeline) -> FixedPipeline:
     return next(each for each in found.fixed if each.cut == BALANCED)
 
 
-def measure(size: UnevenSize, found: SearchedPipeline) -> Mapping[str, list[int]]:
-    """ns of each step of each way. RunError when a rank fails."""
+def measure(size: UnevenSize, found: SearchedPipeline) -> StepTimes:
+    """What the ranks found. RunError when one fails."""
     usual, best = usual_of(found.fixed), best_fixed(found)
     with tempfile.TemporaryDirectory(prefix="interlace-searched-") as folder:
         told, result = Path(folder) / "job.json", Path(folder) / "times.json"
@@ -162,15 +165,14 @@ def measure(size: UnevenSize, found: SearchedPipeline) -> Mapping[str, list[int]
         told.write_text(json.dumps(job), encoding="utf-8")
         rank = ["-m", "interlace.bench.searched_world", str(told), str(result)]
         launch([sys.executable, *rank], ranks=RANKS)
-        times: Mapping[str, list[int]] = json.loads(result.read_text(encoding="utf-8"))
+        times: StepTimes = json.loads(result.read_text(encoding="utf-8"))
         return times
 
 
-def rows_of(
-    size: UnevenSize, found: SearchedPipeline, times: Mapping[str, list[int]]
-) -> list[ResultRow]:
-    """The searched pipeline against each other way; and each against the simulator."""
-    ms = {name: [each / 1e6 for each in own] for name, own in times.items()}
+def rows_of(size: UnevenSize, found: SearchedPipeline, times: StepTimes) -> list[ResultRow]:
+    """The searched pipeline against each other way; each against the simulator, which knows the
+    times of a recorded step; and against what the search knew, which is FLOPs of matmuls."""
+    ms = {name: [each / 1e6 for each in own] for name, own in times["times"].items()}
     case = f"searched, {RANKS} ranks, {_case(size)}"
     best = best_fixed(found)
     rows = [
@@ -183,7 +185,11 @@ def rows_of(
         (_USUAL, usual_of(found.fixed).length_ns),
         (_BEST, best.length_ns),
     ):
-        shown = best.schedule if name == _BEST else name
-        ours = [ns / 1e6] * len(ms[name])
-        rows.append(predicted_over_measured(f"{shown}, {_case(size)}", ours, ms[name]))
+        named = f"{best.schedule if name == _BEST else name}, {_case(size)}"
+        predicted, measured = (
+            [each / 1e6 for each in times[key][name]] for key in ("predicted", "measured")
+        )
+        rows.append(predicted_over_measured(named, predicted, measured))
+        known = predicted_over_measured(named, [ns / 1e6] * len(ms[name]), ms[name])
+        rows.append(replace(known, metric="searched_over_measured"))
     return rows

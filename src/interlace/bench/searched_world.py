@@ -36,6 +36,11 @@ from interlace.bench.pipeline_world import (
 from interlace.bench.searched import UnevenSize
 from interlace.config import PlanConfig
 from interlace.ranks.launched import follow_launcher
+from interlace.runtime.pipeline_record import PipelineRecord
+from interlace.step import Step
+
+_RECORDED = 2
+"""Steps of each of our ways that are recorded."""
 
 
 class UnevenGpt(GptChunk):
@@ -58,8 +63,10 @@ class UnevenGpt(GptChunk):
         self.head = head if last == size.blocks + 2 else None
 
 
-def our_way(size: UnevenSize, way: Mapping[str, Any], mesh: DeviceMesh) -> StepFunction:
-    """A schedule in a file on our runtime."""
+def our_way(
+    size: UnevenSize, way: Mapping[str, Any], mesh: DeviceMesh
+) -> tuple[StepFunction, Step]:
+    """A schedule in a file on our runtime; and its step."""
     model = UnevenGpt(size)
     step = compile_step(
         model, step_loss, _batches(size)[0], mesh=mesh, schedule=way["schedule"],
@@ -72,7 +79,7 @@ def our_way(size: UnevenSize, way: Mapping[str, Any], mesh: DeviceMesh) -> StepF
         step(batches)
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
-    return run
+    return run, step
 
 
 def rival(size: UnevenSize, starts: Sequence[int]) -> StepFunction:
@@ -104,9 +111,10 @@ def main(job_path: str, result_path: str) -> int:
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
         size = UnevenSize(**job["size"])
-        ways: dict[str, StepFunction] = {
-            name: our_way(size, way, mesh) for name, way in job["ways"].items()
-        }
+        ways: dict[str, StepFunction] = {}
+        steps: dict[str, Step] = {}
+        for name, way in job["ways"].items():
+            ways[name], steps[name] = our_way(size, way, mesh)
         for name, same in job["rival"].items():
             ways[name] = rival(size, job["ways"][same]["starts"])
         batches = _batches(size)
@@ -116,12 +124,26 @@ def main(job_path: str, result_path: str) -> int:
                 {name: partial(_afresh, way, forget) for name, way in ways.items()},
                 batches, size.repeats,
             )  # fmt: skip
+            records = {
+                name: [_recorded(step, batches, forget) for _ in range(_RECORDED)]
+                for name, step in steps.items()
+            }
+        found = {
+            "times": times,
+            "predicted": {n: [e.predicted.step_ns for e in own] for n, own in records.items()},
+            "measured": {n: [e.measured.step_ns for e in own] for n, own in records.items()},
+        }
         if dist.get_rank() == 0:
-            Path(result_path).write_text(json.dumps(times), encoding="utf-8")
+            Path(result_path).write_text(json.dumps(found), encoding="utf-8")
         dist.barrier()
     finally:
         dist.destroy_process_group()
     return 0
+
+
+def _recorded(step: Step, batches: Sequence[tuple[Tensor, ...]], forget: Any) -> PipelineRecord:
+    forget()
+    return step.record_pipeline(batches)
 
 
 def _afresh(

@@ -235,7 +235,7 @@ def pipeline_sentence(compared: ComparedStep) -> str:
     measured, predicted = compared.measured, compared.predicted
     waited = [percent(ns / measured.step_ns) for ns in measured.bubble_ns]
     return (
-        f"The last step took {milliseconds(measured.step_ns)} ms from the first pass to the last. "
+        f"The last step took {milliseconds(measured.step_ns)} ms. "
         f"Ranks computed nothing in {', '.join(waited)} of it. Simulated from the times of its own "
         f"passes and messages it takes {milliseconds(predicted.step_ns)} ms, "
         f"{compared.predicted_over_measured:.2f} times that."

@@ -27,6 +27,7 @@ from interlace.runtime.recorder import Recorder
 from interlace.runtime.stage_link import Arrival, ReplicaSum, StageLink, as_traced
 from interlace.schedules.sends_receives import with_early_receives
 from interlace.schedules.stage import StageSchedule
+from interlace.search.memory import chunk_bytes
 
 _EARLY = 2
 """Actions by which receives are posted earlier on gloo; a choice, as much memory as two messages
@@ -112,16 +113,27 @@ class PipelineExecutor(StepExecutor):
     def _received_early(self, items: tuple[Item, ...]) -> tuple[Item, ...]:
         return with_early_receives(items, _EARLY) if self.link.is_unordered else items
 
-    def record(self, batches: Sequence[Batch]) -> tuple[list[Tensor], PipelineRecord]:
-        """The losses of a step, and what all ranks did. Collective over the pipeline."""
+    @contextmanager
+    def watched(self) -> Iterator[ActionWatch]:
+        """Times of the step inside, which all ranks of the pipeline begin together."""
         self.link.meet("the start of a recorded step")
         self.watch = watch = ActionWatch(self._tangent.device)
+        watch.begin()
         try:
-            losses = self.step(batches)
+            yield watch
         finally:
             self.watch = None
-        lists = self.lists(len(batches))
-        return losses, build_record(watch, lists, self.link, self.handovers)
+        watch.end()
+
+    def record(self, watch: ActionWatch, count: int) -> PipelineRecord:
+        """What all ranks did in a step of so many micro-batches. Collective over the pipeline."""
+        lists, chunks = self.lists(count), len(self.handovers.rank_of)
+        memory = {
+            chunk: chunk_bytes(self.op_graphs, chunk if chunks > 1 else None)
+            for chunk in range(chunks)
+            if self.handovers.rank_of[chunk] == self.handovers.rank
+        }
+        return build_record(watch, memory, lists, self.link, self.handovers)
 
     def passes(self, count: int) -> Counter[int]:
         """How many backwards, whole or halves, each chunk of this rank runs in a step."""

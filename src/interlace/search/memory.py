@@ -12,7 +12,7 @@ So what is alive depends on the set of operators issued, not on their order.
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from interlace.ir.actions import Action, Direction, strands_of
+from interlace.ir.actions import Action, Direction, Share, Strand, strands_of
 from interlace.ir.graph import OpGraph, once_a_graph
 from interlace.ir.phases import phase_graph
 from interlace.ir.plan import Plan
@@ -148,6 +148,18 @@ def step_peak_bytes(
     resting = _resting_bytes(actions, of_phase)
     held = [peaks[a.phase] + more for a, more in zip(actions, resting, strict=True)]
     return max(*peaks.values(), *held)
+
+
+def chunk_bytes(graphs: Mapping[str, OpGraph], chunk: int | None) -> tuple[int, int]:
+    """What a chunk's forward keeps for its backward, and what of it, and of what the gradients of
+    inputs made, the gradients of weights need; 0 for what there is no graph of."""
+    shares = (Share.WHOLE, Share.WEIGHT)
+    found = [graphs.get(Strand(Direction.BACKWARD, chunk, share).label) for share in shares]
+    saved, kept = (
+        sum(each.bytes for each in graph.inputs if each.role == "saved") if graph else 0
+        for graph in found
+    )
+    return saved, kept
 
 
 _Handed = dict[str, dict[str, int]]

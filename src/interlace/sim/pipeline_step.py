@@ -21,6 +21,8 @@ MEASURED = "measured"
 """Label of timelines of a step that was run, and not simulated."""
 ACTION = "action"
 """Kind of the spans in which a rank computes."""
+END = "end"
+"""Name and kind of the span of what a step does behind its last actions."""
 MESSAGE = "message"
 """Kind of the spans on a link, on the lane of its sender `to N`."""
 
@@ -55,11 +57,21 @@ class PipelineCosts:
     comes; nothing by default."""
     edges: tuple[Edge, ...] | None = None
     """Which chunk reads which; by default each the one before."""
+    before_ns: tuple[int, ...] = ()
+    """By rank: from the start of the step to its first action; nothing by default."""
+    behind_ns: int = 0
+    """From the end of the last action of all ranks to that of the step."""
 
     def action_ns(self, action: Action) -> int:
         """How long an action takes."""
         alone = sum(self._pass_ns(slot) for slot in action.slots)
         return self.pairs_ns.get(action.phase, alone) if len(action.slots) > 1 else alone
+
+    def message_ns(self, message: StageMessage) -> int:
+        """How long a message takes."""
+        forward = message.direction == Direction.FORWARD
+        edge = (message.source, message.to) if forward else (message.to, message.source)
+        return self.messages_ns.get(edge, 0)
 
     def _pass_ns(self, slot: Slot) -> int:
         chunk = self.chunks[slot.strand.chunk or 0]
@@ -126,39 +138,65 @@ def simulate_pipeline(
 ) -> PipelineStep:
     """The step that these actions make. They are sound (`schedules.verify`)."""
     edges = chain(len(costs.chunks)) if costs.edges is None else costs.edges
-    wiring = Wiring(ranks, edges)
-    free = [0] * len(ranks)
-    links: dict[tuple[int, int], int] = {}
-    arrived: dict[StageMessage, int] = {}
-    spans: list[list[Span]] = [[] for _ in ranks]
-    for rank, index in order_of_run(ranks, edges):
-        action = ranks[rank][index]
-        needed = wiring.needed(action)
-        start = max([free[rank], *(arrived[message] for message in needed)])
-        end = start + costs.action_ns(action)
-        numbers = _Numbers(action)
-        if start > free[rank]:
-            spans[rank].append(numbers.span(WAIT, COMPUTE_LANE, free[rank], start))
-        spans[rank].append(numbers.span(ACTION, COMPUTE_LANE, start, end))
-        free[rank] = end + costs.between_ns.get(action.phase, 0)
-        for message in wiring.sent(action):
-            to = wiring.rank_of[message.to]
-            begin = max(end, links.get((rank, to), 0))
-            forward = message.direction == Direction.FORWARD
-            edge = (message.source, message.to) if forward else (message.to, message.source)
-            arrived[message] = links[rank, to] = begin + costs.messages_ns.get(edge, 0)
-            spans[rank].append(
-                Span(
-                    str(message), MESSAGE, f"to {to}", begin, arrived[message],
-                    str(message.direction), message.micro_batch, issue_ns=end,
-                )
-            )  # fmt: skip
-    peaks = [_peak(actions, costs) for actions in ranks]
-    return PipelineStep(
-        tuple(Timeline(label, rank, tuple(each)) for rank, each in enumerate(spans)),
-        tuple(most for most, _ in peaks),
-        tuple(count for _, count in peaks),
-    )
+    return ListedActions(ranks, edges).step(costs, label)
+
+
+class ListedActions:
+    """The actions of all ranks in an order in which they can run, with their messages."""
+
+    def __init__(self, ranks: Sequence[Sequence[Action]], edges: Sequence[Edge]) -> None:
+        wiring = Wiring(ranks, edges)
+        self._ranks = ranks
+        self._order = []
+        for rank, index in order_of_run(ranks, edges):
+            action = ranks[rank][index]
+            sent = [(message, wiring.rank_of[message.to]) for message in wiring.sent(action)]
+            self._order.append((rank, index, action, wiring.needed(action), sent))
+
+    def step(
+        self,
+        costs: PipelineCosts,
+        label: str = "predicted",
+        taken: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> PipelineStep:
+        """The step that they make. `taken` has, by rank and action, how long it takes and how long
+        its rank is busy behind it, where that is not to be what `costs` says."""
+        ranks = self._ranks
+        free = list(costs.before_ns or [0] * len(ranks))
+        links: dict[tuple[int, int], int] = {}
+        arrived: dict[StageMessage, int] = {}
+        spans: list[list[Span]] = [[] for _ in ranks]
+        for rank, index, action, needed, sent in self._order:
+            if taken is None:
+                lasts, behind = costs.action_ns(action), costs.between_ns.get(action.phase, 0)
+            else:
+                lasts, behind = taken[rank][index]
+            start = max([free[rank], *(arrived[message] for message in needed)])
+            end = start + lasts
+            numbers = _Numbers(action)
+            if start > free[rank]:
+                spans[rank].append(numbers.span(WAIT, COMPUTE_LANE, free[rank], start))
+            spans[rank].append(numbers.span(ACTION, COMPUTE_LANE, start, end))
+            free[rank] = end + behind
+            for message, to in sent:
+                begin = max(end, links.get((rank, to), 0))
+                arrived[message] = links[rank, to] = begin + costs.message_ns(message)
+                spans[rank].append(
+                    Span(
+                        str(message), MESSAGE, f"to {to}", begin, arrived[message],
+                        str(message.direction), message.micro_batch, issue_ns=end,
+                    )
+                )  # fmt: skip
+        if costs.behind_ns:
+            last = max(span.end_ns for own in spans for span in own)
+            for own in spans:
+                own.append(Span(END, END, COMPUTE_LANE, last, last + costs.behind_ns))
+        peaks = [_peak(actions, costs) for actions in ranks]
+        return PipelineStep(
+            tuple(Timeline(label, rank, tuple(each)) for rank, each in enumerate(spans)),
+            tuple(most for most, _ in peaks),
+            tuple(count for _, count in peaks),
+        )
 
 
 def _peak(actions: Sequence[Action], costs: PipelineCosts) -> tuple[int, int]:

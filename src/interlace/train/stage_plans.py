@@ -29,6 +29,7 @@ from interlace.runtime.traced_strands import Strands
 from interlace.schedules.declared import AS_SHORT
 from interlace.schedules.finder import Schedule, find
 from interlace.schedules.stage import StageSchedule
+from interlace.search.memory import chunk_bytes
 from interlace.search.planner import plan_phase
 from interlace.search.problem import Problem
 from interlace.sim.lanes import simulate
@@ -103,8 +104,7 @@ class StagePlanner:
 
         halves = ns(Direction.BACKWARD, Share.INPUT), ns(Direction.BACKWARD, Share.WEIGHT)
         first, late = halves if any(halves) else (ns(Direction.BACKWARD), 0)
-        saved = _saved_bytes(graphs, Strand(Direction.BACKWARD, number))
-        kept = _saved_bytes(graphs, Strand(Direction.BACKWARD, number, Share.WEIGHT))
+        saved, kept = chunk_bytes(graphs, number)
         return ChunkCosts(
             forward_ns=ns(Direction.FORWARD),
             input_ns=first,
@@ -185,8 +185,3 @@ def eager_enough(planner: StagePlanner, steps: Sequence[StagedStep]) -> list[Sta
         bound = AS_SHORT * min(each.step.step_ns for each in (*found, default))
         chosen += [each for each in found if each.step.step_ns <= bound][:1]
     return chosen
-
-
-def _saved_bytes(graphs: Mapping[str, OpGraph], strand: Strand) -> int:
-    graph = graphs.get(strand.label)
-    return sum(each.bytes for each in graph.inputs if each.role == "saved") if graph else 0
