@@ -1,42 +1,25 @@
 """Experts that are dealt to the ranks of the stages of a pipeline, in float64: losses and gradients
 of every parameter against one process, as `interlace train` opens and runs the steps."""
 
-import hashlib
-import os
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from mixture_models import EXPERTS, MixtureLoss, furthest, gradients_of
-from processes import gloo_group, run_ranks
+from mixture_models import EXPERTS, MixtureLoss
+from processes import run_ranks
+from stage_gradients import check
 from torch import Tensor
 from training import Workplace
 
-from interlace.cli.run_file import load_run_config
-from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.experts.between_ranks import COUNTS, host_counts
 from interlace.experts.grouped import MATMUL, grouped_matmul
 from interlace.experts.rows_by_expert import expert_order, rows_of_tokens, tokens_of_rows
-from interlace.models import model_file
 from interlace.runtime.chunks import Placement, chunked
 from interlace.runtime.traced_strands import build_strands
-from interlace.train import opening
-from interlace.train.built_model import NextTokenLoss, build_module
-from interlace.train.opening import open_session
-from interlace.train.optimizer import build_optimizer, build_schedule
-from interlace.train.rank_job import job_of_rank
-from interlace.train.same_run import check_built
-from interlace.train.session import Session
 
 pytestmark = pytest.mark.gloo
-BOUND = 1e-10
-"""Largest difference of a float64 gradient, relative to the largest element of its parameter."""
-AFTER = 1e-6
-"""Largest difference of a loss when AdamW has stepped: norms are rounded to float32 on the way."""
 SETTINGS: dict[str, Any] = {
     "strands": "2",
     "model.architecture": "moe",
@@ -65,6 +48,7 @@ CASES: dict[int, list[tuple[str, Layout]]] = {
         ("one_f_one_b", REPLICAS),
         ("folded", REPLICAS),
         ("zb_v", REPLICAS),
+        ("dual_pipe_v", REPLICAS),
         ("zb_h1", {"parallel.data_shard": 2, "train.recompute": "layer", **BALANCED}),
         ("one_f_one_b", {"parallel.context": 2, "parallel.data_shard": 1}),
         ("one_f_one_b", {"parallel.data_shard": 2, "parallel.zero": 1}),
@@ -80,111 +64,23 @@ CASES: dict[int, list[tuple[str, Layout]]] = {
 """In the last two each expert is on two ranks of a stage, cut between them."""
 
 
-def _doubled(*args: Any) -> torch.nn.Module:
-    return build_module(*args).double()
-
-
-class Reference(NamedTuple):
-    """One process: all experts on all tokens, by plain autograd."""
-
-    losses: list[list[Tensor]]
-    """By data rank."""
-    plain: list[list[Tensor]]
-    """The same without an auxiliary loss."""
-    gradients: dict[str, Tensor]
-    after: list[list[Tensor]]
-    """Losses of the same micro-batches when the optimizer has stepped."""
-
-
-def _reference(session: Session) -> Reference:
-    config, ranks = session.config, session.meshes.data_ranks
-    torch.manual_seed(config.train.seed)
-    build = model_file("moe").build
-    model = build(config.model, session.dataset.vocab_size, config.data.sequence_length)
-    module = NextTokenLoss(model, config.model.experts.auxiliary_weight).double()
-    count = config.train.micro_batches
-
-    def run() -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        losses, plain = [], []
-        for rank in range(ranks):
-            batches = session.dataset.batches(1, 0, shard=rank, num_shards=ranks)
-            found = [module(*next(batches))[:2] for _ in range(count)]
-            (sum(loss for loss, _ in found) / (count * ranks)).backward()
-            losses.append([loss.detach() for loss, _ in found])
-            plain.append([cross_entropy for _, cross_entropy in found])
-        return losses, plain
-
-    losses, plain = run()
-    gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-    optimizer = build_optimizer(list(module.parameters()), config.optimizer)
-    build_schedule(optimizer, config.optimizer, config.train.steps)
-    torch.nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.clip_norm)
-    optimizer.step()
-    return Reference(losses, plain, gradients, run()[0])
-
-
-def _case(config: RunConfig) -> dict[str, Any]:
-    with patch.object(opening, "build_module", _doubled):
-        session = open_session(job_of_rank(config))
-    check_built(session)
-    batches = session.batches()
-    mine = [session.move(next(batches)) for _ in range(config.train.micro_batches)]
-    session.runner(mine)
-    found, losses = gradients_of(session.weights), torch.stack(session.runner.losses)
-    evaluated = torch.stack(session.evaluate(mine))
-    session.update(1)
-    session.runner(mine)
-    after = torch.stack(session.runner.losses)
-    wanted, place = _reference(session), session.meshes.data_rank
-    off = losses - torch.stack(wanted.losses[place]), evaluated - torch.stack(wanted.plain[place])
-    off_after = after - torch.stack(wanted.after[place])
-    # Ranks that share sequences see a part of each, and have a loss of their own.
-    whole = config.parallel.context == 1
-    return {
-        "loss": float(torch.stack(off).abs().max()) if whole else 0.0,
-        "after": float(off_after.abs().max()) if whole else 0.0,
-        "fell": float((losses - after).mean()),
-        "gradients": furthest(found, {name: wanted.gradients[name] for name in found}),
-        "bits": {name: hash_of(each) for name, each in found.items()},
-        "all": sorted(wanted.gradients),
-    }
-
-
-def hash_of(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-
-
-def child_cases(folder: str, ranks: int) -> list[dict[str, Any]]:
-    os.chdir(folder)
-    found = []
-    with gloo_group():
-        for schedule, layout in CASES[ranks]:
-            settings = SETTINGS | layout | {"pipeline.schedule": schedule}
-            given = {key: str(value) for key, value in settings.items()}
-            found.append(_case(load_run_config("run.toml", given)))
-        dist.barrier()
-    return found
-
-
 @pytest.mark.parametrize("ranks", list(CASES))
 def test_gradients_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:
     """1F1B, folded stages whose passes are two strands, and zero bubbles, all with the same bits;
     and ZeRO-3, an auxiliary loss beside layers computed again, and shared sequences."""
     work = Workplace(tmp_path)
+    cases = [SETTINGS | layout | {"pipeline.schedule": name} for name, layout in CASES[ranks]]
     results = run_ranks(
-        "test_expert_stages:child_cases", ranks, args=[str(work.folder), ranks], timeout_s=200,
+        "stage_gradients:child", ranks, args=[str(work.folder), cases], timeout_s=200,
         env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
     )  # fmt: skip
     bits: dict[tuple[str, str], set[str]] = {}
     for number, (schedule, layout) in enumerate(CASES[ranks]):
         found = [result.value[number] for result in results]
+        check(found, (schedule, layout))
         for each in found:
-            assert each["loss"] < BOUND, (schedule, layout, each)
-            assert each["gradients"] < BOUND, (schedule, layout, each)
-            assert each["after"] < AFTER < each["fell"], (schedule, layout, each)
             for name, digest in each["bits"].items():
                 bits.setdefault((str(layout), name), set()).add(digest)
-        assert {name for each in found for name in each["bits"]} == set(found[0]["all"])
     assert all(len(digests) == 1 for digests in bits.values()), bits
 
 

@@ -1,5 +1,5 @@
-"""Pipelines of models that this project did not write, beside tensor parallelism, over several
-steps of training, cut where the user says; and what is refused, or ends with a name.
+"""Pipelines beside tensor parallelism and replicas, over several steps of training, cut where the
+user says; and what is refused, or ends with a name.
 """
 
 import os
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from processes import gloo_group, run_ranks, start_ranks
@@ -22,92 +21,24 @@ from test_compile_step import (
     mixer,
     near,
 )
-from test_folded import logits_loss
-from test_pipeline_step import built, differing, language, loss_of, wanted
+from test_pipeline_step import SCHEDULES, built, differing, language, loss_of, wanted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import interlace
 from interlace.errors import InputError, InterlaceError
+from interlace.parallel.local_parts import local
 from interlace.report.pipeline_picture import pipeline_png
 from interlace.schedules.finder import find
 from interlace.sim.pipeline_step import ACTION
 
+BESIDE_TENSOR = ("one_f_one_b", "folded", "zb_v", "interleaved", "stp", "eager_folded")
+BESIDE_REPLICAS = ("dual_pipe_v", "gpipe", "eager_one_f_one_b", "zb_h1", "one_f_one_b")
+"""All schedules between them; by all at once `test_stage_layouts` has a stage of both kinds."""
 BLOCKS = ("blocks.2", "blocks.4", "blocks.7")
 STEPS = 4
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16}
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-    torch.manual_seed(2)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **ends)).double().eval()
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(2)
-    return LlamaForCausalLM(config).double()
-
-
-def tokens(count: int) -> list[tuple[Tensor, ...]]:
-    draw = torch.Generator().manual_seed(1)
-    return [tuple(torch.randint(64, (2, 8), generator=draw) for _ in "xy") for _ in range(count)]
-
-
-def eager(module: nn.Module, batches: list[tuple[Tensor, ...]]) -> dict[str, Tensor]:
-    """Gradients of the mean loss, by plain autograd on one process; and the losses."""
-    losses = [logits_loss(module, *batch) for batch in batches]
-    (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
-    found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return {**found, "losses": torch.stack(losses).detach()}
-
-
-def of_transformers(schedule: str) -> dict[str, Any]:
-    """By model: the gradients that this rank has, and whether they are eager's within 1e-9."""
-    with gloo_group(60):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-        batches = tokens(4)
-        found: dict[str, Any] = {}
-        for make in (gpt2, llama):
-            right = eager(make(), batches)
-            module = make()
-            step = interlace.compile_step(
-                module, logits_loss, batches[0], mesh=mesh, schedule=schedule, config=QUICK
-            )
-            step(batches)
-            own = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-            norm = interlace.clip_grad_norm_(step, 1e-3)
-            exact = torch.nn.utils.get_total_norm([right[n] for n in right if n != "losses"])
-            clipped = interlace.clip_grad_norm_(step, 1.0)
-            own = {name: gradient / (1e-3 / (exact + 1e-6)) for name, gradient in own.items()}
-            named = {**own, "losses": torch.stack(step.losses)}
-            found[make.__name__] = {
-                "near": near(named, {name: right[name] for name in named}),
-                "norms": bool(abs(norm / exact - 1) < 1e-12 and abs(clipped / 1e-3 - 1) < 1e-2),
-                "own": sorted(own),
-                "all": sorted(set(right) - {"losses"}),
-            }
-        return found
-
-
-@pytest.mark.parametrize(("schedule", "ranks"), [("zb_v", 2), ("folded", 2), ("one_f_one_b", 4)])
-def test_unmodified_models_of_transformers(schedule: str, ranks: int) -> None:
-    """A GPT-2 with a tied head and a Llama, in float64 against plain eager code."""
-    results = run_ranks("test_pipeline_models:of_transformers", ranks, args=[schedule],
-                        timeout_s=200)  # fmt: skip
-    for model in ("gpt2", "llama"):
-        of_ranks = [result.value[model] for result in results]
-        assert all(each["near"] and each["norms"] for each in of_ranks)
-        assert sorted({n for each in of_ranks for n in each["own"]}) == of_ranks[0]["all"]
-        assert all(0 < len(each["own"]) < len(each["all"]) for each in of_ranks)
 
 
 def beside_tensor_parallelism() -> dict[str, list[str]]:
@@ -121,7 +52,7 @@ def beside_tensor_parallelism() -> dict[str, list[str]]:
         )
         right = {"loss": step(images()), **gradients_of(model)}
         found = {}
-        for schedule in ("one_f_one_b", "folded", "zb_v"):
+        for schedule in BESIDE_TENSOR:
             model = mixer()
             example().split(model, mesh["tp"])
             step = interlace.compile_step(
@@ -146,8 +77,47 @@ def test_stages_of_several_ranks() -> None:
     """Two stages of two tensor-parallel ranks each, bit for bit as two ranks without stages."""
     found = [r.value for r in run_ranks("test_pipeline_models:beside_tensor_parallelism", 4,
                                         timeout_s=200)]  # fmt: skip
-    for schedule in ("one_f_one_b", "folded", "zb_v"):
+    for schedule in BESIDE_TENSOR:
         assert [each[schedule] for each in found] == [[]] * 4
+        assert sorted({n for each in found for n in each[f"{schedule} own"]}) == found[0]["all"]
+
+
+def four_stages_of_two() -> dict[str, Any]:
+    """The same with some layers that end in all-gathers, and dropout."""
+    with gloo_group(120):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("pp", "tp"))
+
+        def split() -> nn.Module:
+            module = built()
+            plan = {f"blocks.{i}": ColwiseParallel(output_layouts=Replicate()) for i in (1, 4, 7)}
+            return parallelize_module(module, mesh["tp"], plan)
+
+        batches, found = language(4), {}
+        right = parts(split(), batches, mesh=mesh["tp"], strands=1)
+        for schedule in ("zb_v", "folded"):
+            own = parts(split(), batches, mesh=mesh, schedule=schedule)
+            found[schedule] = [n for n, v in own.items() if not torch.equal(v, right[n])]
+            found[f"{schedule} own"] = sorted(own)
+        return {**found, "all": sorted(right)}
+
+
+def parts(
+    module: nn.Module, batches: list[tuple[Tensor, ...]], **options: Any
+) -> dict[str, Tensor]:
+    """Losses, and this rank's parts of gradients."""
+    torch.manual_seed(11)
+    step = interlace.compile_step(module, loss_of, batches[0], config=QUICK, **options)
+    step(batches)
+    held = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {"losses": torch.stack(step.losses)} | {n: local(p).clone() for n, p in held.items()}
+
+
+def test_four_stages_of_two_ranks() -> None:
+    """Eight chunks of a layer or two, bit for bit as two ranks without stages."""
+    found = [r.value for r in run_ranks("test_pipeline_models:four_stages_of_two", 8,
+                                        timeout_s=200)]  # fmt: skip
+    for schedule in ("zb_v", "folded"):
+        assert [each[schedule] for each in found] == [[]] * 8
         assert sorted({n for each in found for n in each[f"{schedule} own"]}) == found[0]["all"]
 
 
@@ -166,15 +136,16 @@ def beside_replicas() -> dict[str, Any]:
         right = {**gradients_of(module), "losses": torch.stack(step.losses)}
         found: dict[str, Any] = {"all": sorted(set(right) - {"losses"})}
         right["evaluated"] = evaluated
-        for schedule in ("one_f_one_b", "dual_pipe_v"):
+        for schedule in BESIDE_REPLICAS:
             found[schedule] = differing(built, batches, mesh, schedule, right)
         return found
 
 
 def test_stages_with_replicas() -> None:
     """Two replicas of two stages, which draw other masks for other data, bit for bit."""
+    assert {*BESIDE_TENSOR, *BESIDE_REPLICAS} == set(SCHEDULES)
     found = [r.value for r in run_ranks("test_pipeline_models:beside_replicas", 4, timeout_s=200)]
-    for schedule in ("one_f_one_b", "dual_pipe_v"):
+    for schedule in BESIDE_REPLICAS:
         assert [each[schedule]["wrong"] for each in found] == [[]] * 4
         held = {name for each in found for name in each[schedule]["own"]}
         assert sorted(held) == found[0]["all"]
@@ -341,6 +312,46 @@ def test_what_cannot_run_is_refused() -> None:
     ):
         for piece in wanted_text.split(" | .*"):
             assert piece in text
+
+
+def disagreeing() -> list[str]:
+    """What this rank is told where ranks were given different schedules, or in the second step
+    different numbers of micro-batches."""
+    with gloo_group(60):
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("pp",))
+        rank, found = dist.get_rank(), []
+
+        def compiled(schedule: str) -> Any:
+            return interlace.compile_step(
+                built(), loss_of, language(1)[0], mesh=mesh, schedule=schedule, config=QUICK
+            )
+
+        for other in ("gpipe", "zb_v"):
+            try:
+                compiled("one_f_one_b" if rank != 1 else other)
+                found.append("nothing")
+            except InterlaceError as error:
+                found.append(error.message)
+        step = compiled("gpipe")
+        step(language(3))
+        began = time.monotonic()
+        try:
+            step(language(3 if rank != 1 else 4))
+            found.append("nothing")
+        except InterlaceError as error:
+            found.append(error.message)
+        assert time.monotonic() - began < 20
+        return found
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    """On all ranks, long before anything is waited for in vain."""
+    results = [r.value for r in run_ranks("test_pipeline_models:disagreeing", 3, timeout_s=100)]
+    for one, two, count in results:
+        for text in (one, two):
+            assert "rank 1" in text, results
+        assert "ranks have different micro-batches at one step: " in count, results
+        assert "rank 1: 4 micro-batches" in count, results
 
 
 def killed() -> None:

@@ -29,6 +29,7 @@ from stage_models import (
     tied,
     word_loss,
 )
+from test_pipelining_orders import one_at_a_time
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -44,7 +45,7 @@ COUNT = 4
 
 
 def made(
-    schedule: str, stages: Any, count: int = COUNT, loss: Any = loss_of, **options: Any
+    schedule: Any, stages: Any, count: int = COUNT, loss: Any = loss_of, **options: Any
 ) -> Any:
     return PipelineSchedule(stages, count, loss, schedule=schedule, config=QUICK, **options)
 
@@ -69,21 +70,34 @@ def every_schedule(count: int, names: dict[str, int]) -> None:
     """Output, losses and gradients by each schedule, with so many stages on a rank."""
     with gloo_group(60):
         for name, chunks in names.items():
+            schedule: Any = one_at_a_time if name == "a user's own" else name
             total = chunks * dist.get_world_size()
-            own = own_stages(mlps(total), name)
-            right_step(made(name, own, count), own, mlps(total), data(count), count)
+            own = own_stages(mlps(total), schedule)
+            right_step(made(schedule, own, count), own, mlps(total), data(count), count)
 
 
 @pytest.mark.parametrize(
     ("ranks", "count", "names"),
     [
         (1, 3, {"gpipe": 1, "folded": 2}),
-        (2, 5, {"one_f_one_b": 1, "interleaved": 3, "zb_h1": 1, "stp": 2, "folded": 2}),
+        (
+            2,
+            5,
+            {
+                "one_f_one_b": 1,
+                "interleaved": 3,
+                "zb_h1": 1,
+                "stp": 2,
+                "folded": 2,
+                "a user's own": 2,
+            },
+        ),
         (4, 8, {"gpipe": 1, "zb_v": 2, "dual_pipe_v": 2}),
     ],
 )
 def test_schedules(ranks: int, count: int, names: dict[str, int]) -> None:
-    """One stage on a rank, several, V shapes, backwards in halves, and two strands at a time."""
+    """One stage on a rank, several, V shapes, backwards in halves, two strands at a time, and a
+    user's own function."""
     run_ranks("test_pipelining:every_schedule", ranks, args=[count, names], timeout_s=100)
 
 

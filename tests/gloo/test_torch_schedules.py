@@ -1,5 +1,6 @@
-"""Schedules judged by torch.distributed.pipelining: its validator, its simulation of messages, and
-its own orders where it has the same schedule. No process group is needed."""
+"""Schedules judged by torch.distributed.pipelining: its validator, its simulation of messages, its
+count of live activations, and its own orders where it has the same schedule. No process group is
+needed."""
 
 import csv
 import io
@@ -12,6 +13,7 @@ import torch.distributed.pipelining.schedules as theirs
 
 from interlace.schedules.finder import find, names
 from interlace.schedules.torch_csv import from_csv, to_csv
+from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, simulate_pipeline
 
 PIPELINES = [name for name in names() if name != "two_strand"]
 
@@ -39,6 +41,53 @@ def test_torch_takes_every_schedule(name: str) -> None:
         single = {rank: _single(actions) for rank, actions in order.items()}
         lowered = theirs._add_send_recv(single, rank_of.__getitem__, stages)
         theirs._simulate_comms_compute(lowered, rank_of.__getitem__, stages)
+
+
+LIVENESS = getattr(theirs, "analyze_pipeline_activation_liveness", None)
+"""Slots for what forwards keep for their backwards; public in torch from 2.14 on."""
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_as_many_forwards_are_kept_as_torch_counts(name: str) -> None:
+    """A forward's values live from its action to that of its backward, or of the gradient of its
+    weights, both included; an action of several passes is one position. The most of a rank at a
+    time are those of the simulator: by that definition, and by torch's own function where it has
+    it."""
+    for ranks, count in ((1, 3), (2, 2), (2, 7), (3, 6), (4, 4), (4, 12), (8, 17)):
+        order, chunks = order_of(name, ranks, count), ranks * find(name).chunks
+        costs = PipelineCosts(chunks=[ChunkCosts(forward_ns=1, input_ns=1, weight_ns=1)] * chunks)
+        kept = simulate_pipeline(find(name).of_ranks(ranks, count), costs).peak_chunks
+        assert kept == tuple(_most_live(order[rank]) for rank in range(ranks)), (ranks, count)
+        if LIVENESS is not None:
+            assert kept == tuple(_slots(order, rank, chunks, count) for rank in range(ranks))
+
+
+def _most_live(actions: list[Any]) -> int:
+    """The most lives that share a position."""
+    begins: dict[tuple[int, int], int] = {}
+    lives = []
+    for position, action in enumerate(actions):
+        for each in _single([action]):
+            key = each.stage_index, each.microbatch_index
+            if each.computation_type == theirs.FORWARD:
+                begins[key] = position
+            elif each.computation_type != theirs.BACKWARD_INPUT:
+                lives.append((begins[key], position))
+    return max(sum(a <= at <= b for a, b in lives) for at in range(len(actions)))
+
+
+def _slots(order: dict[int, list[Any]], rank: int, chunks: int, count: int) -> int:
+    """What torch says of a rank."""
+    own = {each.stage_index for action in order[rank] for each in _single([action])}
+    schedule = theirs.PipelineScheduleMulti(
+        [_stage(index, chunks, len(order), rank) for index in sorted(own)], count
+    )
+    schedule.pipeline_order = dict(order)
+    assert LIVENESS is not None
+    found = LIVENESS(
+        schedule, pp_rank=rank, stage_indices=tuple(sorted(own)), granularity="stage_microbatch"
+    )
+    return found.num_slots
 
 
 def _single(actions: list[Any]) -> list[Any]:
@@ -76,14 +125,16 @@ def _order_of_torch(name: str, ranks: int, count: int, chunks: int) -> list[list
     total = ranks * chunks
     folded = name in ("ZBVZeroBubble", "DualPipeV")
     own = [0, total - 1] if folded else range(0, total, ranks)
-    stages = [
-        SimpleNamespace(
-            stage_index=index, num_stages=total, group_size=ranks, group_rank=0, group=None,
-            is_first=index == 0, is_last=index == total - 1, has_backward=False, device="cpu",
-            submod=None, stage_index_to_group_rank={},
-        )
-        for index in own
-    ]  # fmt: skip
+    stages = [_stage(index, total, ranks) for index in own]
     schedule = theirs.get_schedule_class(name)(stages, count, loss_fn=None)
     order = schedule.pipeline_order
     return [[str(action) for action in order[rank] if action is not None] for rank in range(ranks)]
+
+
+def _stage(index: int, total: int, ranks: int, rank: int = 0) -> Any:
+    """What torch's schedules ask of a stage before they run."""
+    return SimpleNamespace(
+        stage_index=index, num_stages=total, group_size=ranks, group_rank=rank, group=None,
+        is_first=index == 0, is_last=index == total - 1, has_backward=False, device="cpu",
+        submod=None, stage_index_to_group_rank={},
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 """Proves that `interlace train` deals layers to the stages of a pipeline without changing a bit."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -166,11 +167,29 @@ def test_stages_of_several_ranks(runs: Runs, axis: str) -> None:
     without stages; norms are added in another order."""
     of_two = COMMON | FEW | {f"parallel__{axis}": 2}
     runs.train(f"{axis}-2", 2, **of_two)
-    of_four = PIPELINE | FEW | {f"parallel__{axis}": 2, "pipeline__schedule": "dual_pipe_v"}
-    runs.train(f"{axis}-4", 4, **of_four)
-    assert runs.losses(f"{axis}-4") == runs.losses(f"{axis}-2")
+    assert runs.losses(of_four(runs, axis)) == runs.losses(f"{axis}-2")
     norms = [[e["grad_norm"] for e in runs.events(f"{axis}-{n}", "step")] for n in (2, 4)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+
+
+def of_four(runs: Runs, axis: str, out: str = "", **settings: Any) -> str:
+    """Two stages of two ranks that share this axis; run once."""
+    out = out or f"{axis}-4"
+    if not (runs.folder / out).exists():
+        layout = {f"parallel__{axis}": 2, "pipeline__schedule": "dual_pipe_v"}
+        runs.train(out, 4, **PIPELINE | FEW | layout | settings)
+    return out
+
+
+def test_stages_cut_their_collectives_into_sends(runs: Runs) -> None:
+    """Rings under partial matmuls, in two strands: losses, norms and evaluations of whole
+    collectives, but for how a kernel of another shape rounds in float32."""
+    out = of_four(runs, "tensor", "ring", overlap__decompose="ring", overlap__pieces=2)
+    listing = json.loads((runs.folder / out / run_files.DECOMPOSE).read_text())
+    assert listing["decomposed"] > 0
+    whole = numbers(runs, of_four(runs, "tensor"))
+    for ours, theirs in zip(numbers(runs, out), whole, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 ZERO = {"parallel__data_shard": 2, "parallel__zero": 1}

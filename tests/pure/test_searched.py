@@ -113,6 +113,16 @@ def test_the_uneven_model_gains_what_the_page_says() -> None:
     assert (again.layout, again.actions) == (found.layout, found.actions)
 
 
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_every_number_of_ranks(ranks: int) -> None:
+    """What is found for few and many micro-batches passes the verifier, and is no longer than any
+    fixed schedule."""
+    for count in (1, 7):
+        found = search_pipeline(uneven(ranks, count, most_chunks=2), tries=20)
+        check_sound(found)
+        assert found.step.step_ns <= min(each.length_ns for each in found.fixed)
+
+
 def test_a_limit_of_memory_is_kept_and_named() -> None:
     """The numbers are those of one micro-batch at a time."""
     limit = 1900

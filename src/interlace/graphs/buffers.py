@@ -4,6 +4,8 @@ An order of operators follows from dependencies alone, so nobody may read such a
 Who reads it reads `filled(buffer, *writes)`, which depends on everything that writes to it.
 """
 
+from collections.abc import Iterable
+
 from torch import Tensor, fx
 
 
@@ -11,6 +13,17 @@ def filled(buffer: Tensor, *writes: Tensor) -> Tensor:
     """`buffer` when `writes`, the results of the operators that fill it, are done."""
     del writes
     return buffer
+
+
+def inside_fills(operators: Iterable[fx.Node]) -> frozenset[int]:
+    """How many of these operators, in their order, stand before each place between one that makes
+    such a buffer and the last that fills it: what is written there is in the memory of one rank."""
+    place = {node: index for index, node in enumerate(operators)}
+    found: set[int] = set()
+    for reader in {user for node in place for user in node.users if user.target is filled}:
+        places = [place[node] for node in reader.all_input_nodes if node in place]
+        found.update(range(min(places) + 1, max(places) + 1))
+    return frozenset(found)
 
 
 def written(node: fx.Node) -> list[fx.Node]:

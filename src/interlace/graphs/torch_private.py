@@ -15,12 +15,12 @@ docs/new-torch.md says with which versions of torch it was tested.
     _functorch.aot_autograd.aot_export_joint_with_descriptors   forward and backward in one graph
     _functorch.partitioners.min_cut_rematerialization_partition, _functorch.config   memory budgets
     _functorch._aot_autograd.descriptors                        what each input and output is
-    distributed.distributed_c10d._set_pg_timeout   how long a group that exists waits (before 2.14)
+    distributed.distributed_c10d._set_pg_timeout (before 2.14), ProcessGroup._get_backend,
+    ProcessGroupGloo.options._timeout                           how long a group that exists waits
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
     distributed._functional_collectives.AsyncCollectiveTensor   what eager DTensor waits on
     fx._lazy_graph_module._LazyGraphModule   graphs that nobody runs have no code written for them
-    utils._python_dispatch.TorchDispatchMode, utils._pytree.*   seeing eager operators
-    _ops.OpOverload                          an operator of a graph, on which a row can be kept
+    utils._python_dispatch.TorchDispatchMode, utils._pytree.*, _ops.OpOverload   seeing operators
     _inductor.fx_passes.overlap_scheduling   PyTorch's overlap scheduler, a rival (from 2.13 on)
     distributed.pipelining.schedules._PipelineScheduleRuntime, ._Action    their runtime, our order
     attributes of its schedules and stages       those that `pipelining.overlap_checks` looks for
@@ -41,8 +41,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch._dynamo import functional_export, guards
-from torch._dynamo import utils as dynamo_utils
+from torch._dynamo import functional_export, guards, utils
 from torch._dynamo.convert_frame import get_traced_fn
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.side_effects import SideEffects
@@ -87,6 +86,7 @@ __all__ = [
     "compile_elementwise",
     "fake_tensor_mode",
     "global_hooks",
+    "gloo_timeout",
     "has_inductor_schedule",
     "hooks_of",
     "inductor_schedule",
@@ -150,7 +150,7 @@ def capture_forward(
     with ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(capture_settings()))
         # Of its settings torch makes JSON for its logs, and 2.11 fails at functions among them.
-        settings = mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", create=True)
+        settings = mock.patch.object(utils, "_get_dynamo_config_for_logging", create=True)
         stack.enter_context(settings).return_value = None
         if watch:  # guards can only be built, and what is set only be seen, inside the capture
             stack.enter_context(mock.patch.object(functional_export, "fullgraph_capture", watched))
@@ -345,11 +345,8 @@ def inductor_schedule(
     module: fx.GraphModule, milliseconds: Callable[[fx.Node], float | None]
 ) -> list[fx.Node]:
     """Nodes of a functional graph with traced collectives, in the order that PyTorch's greedy
-    overlap scheduler gives them; changes `module`. A default process group must exist.
-
-    Its own estimates, which the given times replace, ask Triton for a GPU's bandwidth, so they are
-    not made.
-    """
+    overlap scheduler gives them; changes `module`. A default process group must exist. Its own
+    estimates, which the given times replace, would ask Triton for a GPU's bandwidth."""
     from torch._inductor.fx_passes import overlap_scheduling as scheduling  # noqa: PLC0415 - slow
 
     def estimate(node: fx.Node, override_bytes: int | None) -> float | None:
@@ -370,8 +367,7 @@ def inductor_schedule(
 def pipeline_runtime(
     stages: Any, micro_batches: int, loss_fn: Any, rows: Iterable[Iterable[str]], **options: Any
 ) -> Any:
-    """PyTorch's pipeline runtime with an order of passes, the cells of its CSV for each rank; it
-    adds sends, receives and gathers of weights itself."""
+    """PyTorch's pipeline runtime with the passes of these CSV cells by rank; it adds all else."""
     from torch.distributed.pipelining import schedules  # noqa: PLC0415 - slow
 
     actions = {rank: list(map(schedules._Action.from_str, row)) for rank, row in enumerate(rows)}
@@ -382,10 +378,14 @@ def pipeline_runtime(
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """From now on operations of a group that exists fail after `timeout`. torch 2.14 has a public
-    call; the private one warns there."""
+    """From now on operations of a group fail after `timeout`. torch 2.14 warns of the old call."""
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     change(timeout, group)
+
+
+def gloo_timeout(group: dist.ProcessGroup) -> timedelta:
+    """After how long operations of a gloo group of the CPU fail."""
+    return group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]
 
 
 def compile_elementwise(source: str) -> Callable[..., Tensor]:

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from interlace.errors import InputError, nearest
 from interlace.graphs.alike import TracedStep
+from interlace.graphs.buffers import inside_fills
 from interlace.graphs.chunk_parts import Cut, cut_parts
 from interlace.graphs.chunk_places import backward_chunks, forward_chunks, weight_half
 from interlace.graphs.module_paths import module_path
@@ -31,6 +32,9 @@ _Halves = tuple[Cut, list[str], dict[str, str]]
 
 _SLACK = 0.1
 """By how much of a chunk's arithmetic a cut may be off to save bytes between chunks; a choice."""
+_EXCHANGES = "between the exchanges of a layer of experts: their rows are known on its stage only"
+_SENDS = "inside of a collective that overlap.decompose has cut into sends"
+"""Where no chunk begins."""
 USERS = "module."
 """How the paths of the user's module begin in a traced graph, which has its loss too."""
 
@@ -117,7 +121,8 @@ def cuts(graph: OpGraph, chunks: int, never: Collection[int] = ()) -> list[int]:
         if not able:
             raise InputError(
                 f"the graph {graph.name!r} can be cut in {number - 1} places, too few for {chunks} "
-                "chunks: what lies between the exchanges of a layer of experts stays together",
+                "chunks: the exchanges of a layer of experts, and a collective that is cut into "
+                "sends, stay together",
                 hint="use a schedule with fewer chunks, fewer stages, or more layers",
             )
         off = {at: abs(chunks * done[at] - number * total) / total for at in able}
@@ -216,9 +221,10 @@ class _Chunking:
 
     def _ends(self, forward: GraphPart) -> list[int]:
         modules = self.placement.split_at
-        inside = inside_exchanges(forward.operators.values())
+        whole = dict.fromkeys(inside_fills(forward.operators.values()), _SENDS)
+        whole |= dict.fromkeys(inside_exchanges(forward.operators.values()), _EXCHANGES)
         if not modules:
-            return cuts(self.strands.op_graphs[FORWARD], self.count, inside)
+            return cuts(self.strands.op_graphs[FORWARD], self.count, whole)
         if len(modules) != self.count - 1:
             raise InputError(
                 f"split_at names {len(modules)} sub-modules, and the schedule has {self.count} "
@@ -227,10 +233,9 @@ class _Chunking:
             )
         ends = ends_at(forward, modules)
         for module, end in zip(modules, ends, strict=True):
-            if end in inside:
+            if end in whole:
                 raise InputError(
-                    f"split_at names {module!r}, which begins between the exchanges of a layer of "
-                    "experts: how many rows it gets is known on the ranks of one stage only",
+                    f"split_at names {module!r}, which begins {whole[end]}",
                     hint="begin a chunk with a whole layer",
                 )
         return ends

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.errors import InputError, InterlaceError, RunError
+from interlace.graphs.torch_private import gloo_timeout, set_group_timeout
 from interlace.ranks.watchdog import from_communication
 
 WAIT_S = 600.0
@@ -72,7 +73,8 @@ class JointEnd:
         An error of this rank itself is raised as it is. One that another rank has led to, be it
         that it did not send or that a collective broke, says what that rank said."""
         try:
-            yield
+            with self._bounded():
+                yield
         except BaseException as error:
             first = self._tell(error)
             self._close()
@@ -84,6 +86,20 @@ class JointEnd:
                 f"{message}; rank {first.rank} said first: {first.text}",
                 hint=f"the output of rank {first.rank} says more",
             ) from error
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """A context in which no operation of these groups takes longer than the bound, those inside
+        of graphs included; they have their own timeouts again behind it."""
+        before = [(group, gloo_timeout(group)) for group in self._groups]
+        longer = [(group, timeout) for group, timeout in before if timeout > self.timeout]
+        for group, _ in longer:
+            set_group_timeout(self.timeout, group)
+        try:
+            yield
+        finally:
+            for group, timeout in longer:
+                set_group_timeout(timeout, group)
 
     def _tell(self, error: BaseException) -> Word | None:
         """Leave the reason of this rank; returns the first one of another rank before it."""

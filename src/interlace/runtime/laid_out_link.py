@@ -18,6 +18,7 @@ from torch import Tensor
 
 from interlace.errors import InputError
 from interlace.ir.stage_messages import StageMessage
+from interlace.ranks.agree import listed
 from interlace.ranks.replicas import fingerprints
 from interlace.ranks.small_collectives import gather_json
 from interlace.reshard.flight import Flight
@@ -81,6 +82,15 @@ class LaidOutLink(StageLink):
     def loss_ranks(self) -> int:
         """Those of the stage with the last chunk that see different samples."""
         return self._loss_ranks
+
+    def who(self, rank: int) -> str:
+        """A stage, and its ranks."""
+        ranks = self._stages.meshes[rank].ranks
+        return f"stage {rank} (rank{'s' * (len(ranks) > 1)} {listed(ranks)})"
+
+    def job_rank(self, rank: int) -> int:
+        """The first rank of a stage."""
+        return self._stages.leaders[rank]
 
     def prepare(self, handovers: Handovers) -> None:
         """Plan how each message moves."""

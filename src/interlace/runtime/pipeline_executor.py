@@ -18,7 +18,7 @@ from interlace.graphs.parts import SAVED, GraphPart
 from interlace.ir.actions import Action, Direction
 from interlace.ir.graph import OpGraph
 from interlace.ir.plan import Plan
-from interlace.ir.stage_messages import Item, Send, StageMessage, Wiring
+from interlace.ir.stage_messages import Item, Receive, Send, StageMessage, Wiring
 from interlace.runtime.executor import Batch, StepExecutor, StepRun
 from interlace.runtime.handovers import Carried, Handovers
 from interlace.runtime.joint_end import Unended
@@ -73,8 +73,7 @@ class PipelineExecutor(StepExecutor):
         self._tangent.fill_(self._weight(count))
         run = _PipelineRun(self, [self._as_traced(batch) for batch in batches], recorder, wiring)
         with self.link.end.for_all(), self.plain_operators():
-            for item in items:
-                run.item(item)
+            run.all(items)
             run.end_sums()
             self.results = run.given()
             self._share_gradients()
@@ -93,8 +92,7 @@ class PipelineExecutor(StepExecutor):
         inputs = [(*self._as_traced(batch), no_dropout()) for batch in batches]
         run = _ForwardRun(self, inputs, None, wiring)
         with self.link.end.for_all(), self.plain_operators():
-            for item in items:
-                run.item(item)
+            run.all(items)
             self.results = run.given()
             self.link.finish()
             return self._losses(run.losses, count)
@@ -156,13 +154,13 @@ class PipelineExecutor(StepExecutor):
             if handovers.rank not in holders:
                 continue
             total = self.constant("gradient", name)
-            what = f"the gradient of {name!r} from rank {owner}"
+            what = f"the gradient of {name!r} from {self.link.who(owner)}"
             if handovers.rank != owner:
                 arrivals.append((total, self.link.receive([total], owner, what)))
                 continue
             for rank in holders:
                 if rank != owner:
-                    self.link.send([total], rank, f"{what} to rank {rank}")
+                    self.link.send([total], rank, f"{what} to {self.link.who(rank)}")
         for total, arrival in arrivals:
             total.copy_(self.link.wait(arrival)[0])
 
@@ -172,7 +170,8 @@ class PipelineExecutor(StepExecutor):
         losses = torch.empty(count, dtype=self._loss.dtype, device=self._tangent.device)
         if source == self.handovers.rank:
             losses = self.link.averaged(torch.stack([own[number] for number in sorted(own)]))
-        self.link.share(losses, source, f"the losses of the step from rank {source}")
+        what = f"the losses of the step from {self.link.who(source)}"
+        self.link.share(losses, source, what)
         return list(losses.unbind())
 
 
@@ -190,11 +189,29 @@ class _PipelineRun(StepRun):
         self._lists = executor.lists
         self.handovers = executor.handovers
         self._wiring = wiring
+        self._told: dict[int, Arrival] = {}
+        """How many micro-batches other ranks have, until that is compared."""
         self._arrivals: dict[StageMessage, Arrival] = {}
         self._sums: list[ReplicaSum] = []
         self._left_of_chunk = executor.passes(len(batches))
         self._kept_by: dict[tuple[int, Any], int] = {}
         """How many messages will still take a value that no strand of this rank reads."""
+
+    def all(self, items: Sequence[Item]) -> None:
+        """Run a list."""
+        to = {item.rank for item in items if isinstance(item, Send)}
+        source = {item.rank for item in items if isinstance(item, Receive)}
+        self.link.tell(len(self.batches), sorted(to))
+        self._told = self.link.ask(sorted(source))
+        for item in items:
+            self.item(item)
+        for rank in sorted(self._told):
+            self._compare(rank, f"the number of micro-batches of {self.link.who(rank)}")
+
+    def _compare(self, rank: int, what: str) -> None:
+        """Whether a rank has as many micro-batches as this one, when this one waits for it."""
+        if rank in self._told:
+            self.link.compare(self._told.pop(rank), len(self.batches), rank, what)
 
     def item(self, item: Item) -> None:
         """Run one item of the list."""
@@ -209,8 +226,9 @@ class _PipelineRun(StepRun):
             if like:
                 # gloo refuses to begin a receive from a rank that has closed its connection.
                 with self._saying_who_makes(item.message):
+                    what = f"receive {item.message} from {self.link.who(item.rank)}"
                     self._arrivals[item.message] = self.link.receive_message(
-                        item.message, like, item.rank, str(item)
+                        item.message, like, item.rank, what
                     )
 
     def _act(self, action: Action) -> None:
@@ -219,7 +237,8 @@ class _PipelineRun(StepRun):
         for message in self._wiring.needed(action):
             self._take_in(message)
         ready = watch.now() if watch is not None else 0
-        self.action(action)
+        with self.link.inside(lambda: self._numbered(self.link.rank, action)):
+            self.action(action)
         if watch is not None:
             watch.noted.append((turn, ready, watch.now()))
 
@@ -250,7 +269,9 @@ class _PipelineRun(StepRun):
     def _take_in(self, message: StageMessage) -> None:
         if message not in self._arrivals:
             return
+        rank = self._wiring.rank_of[message.source]
         with self._saying_who_makes(message):
+            self._compare(rank, f"receive {message} from {self.link.who(rank)}")
             tensors = self.link.wait(self._arrivals.pop(message))
         for value, tensor in zip(self._values(message), tensors, strict=True):
             self.handed[message.micro_batch, value.binding] = tensor
@@ -266,10 +287,17 @@ class _PipelineRun(StepRun):
     def _made_by(self, message: StageMessage) -> str:
         """Which action of which rank makes a message."""
         rank = self._wiring.rank_of[message.source]
-        for number, action in enumerate(self._lists(len(self.batches))[rank], 1):
+        for action in self._lists(len(self.batches))[rank]:
             if message in self._wiring.sent(action):
-                return f"rank {rank} makes it in its action {number}, {action}"
+                return f"{self.link.who(rank)} makes it in {self._numbered(rank, action)}"
         raise AssertionError(f"nobody makes {message}")
+
+    def _numbered(self, rank: int, action: Action) -> str:
+        """An action, and its place in the list of its rank."""
+        actions = self._lists(len(self.batches))[rank]
+        if action not in actions:  # a forward of an evaluation
+            return f"its action {action}"
+        return f"its action {actions.index(action) + 1}, {action}"
 
     def _send(self, item: Send) -> None:
         message, tensors = item.message, []
@@ -284,7 +312,8 @@ class _PipelineRun(StepRun):
             else:
                 del self.handed[key]
         if tensors:
-            self.link.send_message(message, tensors, item.rank, str(item))
+            what = f"send {message} to {self.link.who(item.rank)}"
+            self.link.send_message(message, tensors, item.rank, what)
 
     def _takers(self, message: StageMessage, value: Carried) -> int:
         """The messages that take this value."""

@@ -34,11 +34,13 @@ def agree_on_shape(
     for place, other in zip(places, of_ranks, strict=True):
         if other["refused"]:
             raise PeerError(f"rank {place} refused: {other['refused']}", ranks=[place], hint=hint)
-    _refuse_difference([each["has"] for each in of_ranks], places, hint)
+    refuse_difference([each["has"] for each in of_ranks], places, hint)
     return mine
 
 
-def _refuse_difference(shapes: Sequence[str], places: Sequence[int], hint: str) -> None:
+def refuse_difference(shapes: Sequence[str], places: Sequence[int], hint: str) -> None:
+    """Raise PeerError, naming ranks, unless what these ranks have at a step is the same in words.
+    What the fewest have is at fault."""
     ranks_of: dict[str, list[int]] = {}
     for place, shape in zip(places, shapes, strict=True):
         ranks_of.setdefault(shape, []).append(place)

@@ -7,9 +7,9 @@ so it arrives with its strides.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -19,8 +19,11 @@ from torch import Tensor
 
 from interlace.graphs.strides import restrided
 from interlace.ir.stage_messages import StageMessage
+from interlace.ranks.agree import listed
+from interlace.ranks.watchdog import from_communication
 from interlace.runtime.handovers import Handovers
 from interlace.runtime.joint_end import WAIT_S, JointEnd, Unended
+from interlace.runtime.same_shapes import refuse_difference
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -105,8 +108,13 @@ class StageLink:
         self._replicas = replicas
         self._dealt = dealt or DealtWeights(frozenset(), None)
         self.device = device
+        self._leads = True
+        """Whether this rank speaks for its stage."""
         self._leaving: deque[Transit] = deque()
         others = [each for each in (replicas, self._dealt.replicas) if each is not None]
+        beside = {r for g in (*others, *around) for r in dist.get_process_group_ranks(g)}
+        self._beside = sorted(beside - {dist.get_rank()})
+        """Ranks that this one meets in the middle of an action."""
         self.end = JointEnd([group, *others, *around], wait_s)
         """Ends a step that fails on all ranks."""
 
@@ -115,11 +123,59 @@ class StageLink:
         """How many ranks have losses of their own, of which the step's gradient is the mean."""
         return self.data_ranks
 
+    def who(self, rank: int) -> str:
+        """The rank that is at this place of the pipeline, among all ranks of the job."""
+        return f"rank {self.job_rank(rank)}"
+
+    def job_rank(self, rank: int) -> int:
+        """The number among all ranks of the one at this place of the pipeline."""
+        return dist.get_global_rank(self._group, rank)
+
+    @contextmanager
+    def inside(self, action: Callable[[], str]) -> Iterator[None]:
+        """A context around an action, in which the ranks of a stage meet: what a transport raises
+        there names it. Raises Unended."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not self._beside or not from_communication(error):
+                raise
+            raise Unended(
+                f"a collective of rank {dist.get_rank()} did not end, in {action()}, where it "
+                f"meets {_ranks(self._beside)}: {error}",
+                hint=self._hint,
+            ) from error
+
     def prepare(self, handovers: Handovers) -> None:
         """Get ready for what chunks hand to each other. Collective on the default group."""
 
     def first_look(self, batches: Sequence[Sequence[Tensor]]) -> None:
         """Check the micro-batches of a step over all ranks, where that is to be done."""
+
+    def tell(self, count: int, ranks: Sequence[int]) -> None:
+        """Tell ranks how many micro-batches this one has in a step, ahead of what else it sends. On
+        NCCL nobody is told, as the host would have to wait for what is read."""
+        if self.is_unordered and self._leads:
+            for rank in ranks:
+                what = f"the number of micro-batches to {self.who(rank)}"
+                self.send([torch.tensor([count])], rank, what)
+
+    def ask(self, ranks: Sequence[int]) -> "dict[int, Arrival]":
+        """Be ready for what these ranks `tell`."""
+        if not (self.is_unordered and self._leads):
+            return {}
+        return {rank: self.receive([torch.empty(1, dtype=torch.int64)], rank, "") for rank in ranks}
+
+    def compare(self, told: "Arrival", count: int, rank: int, what: str) -> None:
+        """Raise PeerError unless a rank has told this number. `what` is for errors."""
+        (theirs,) = self.wait(
+            replace(told, flights=tuple(replace(f, what=what) for f in told.flights))
+        )
+        if int(theirs) != count:
+            places = dist.get_rank(), self.job_rank(rank)
+            shapes = f"{count} micro-batches", f"{int(theirs)} micro-batches"
+            hint = "give every rank of a pipeline the same micro-batches, as many in each step"
+            refuse_difference(shapes, places, hint)
 
     def send_message(
         self, message: StageMessage, tensors: Sequence[Tensor], to: int, what: str
@@ -252,9 +308,19 @@ class StageLink:
             text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             raise Unended(
                 f"{what} did not end: {text}",
-                hint="the other rank has died, stalled or left: see the end of its output; "
-                f"compile_step(wait_s={self.end.wait_s:g}) bounds how long a rank waits",
+                hint=self._hint,
             ) from error
+
+    @property
+    def _hint(self) -> str:
+        return (
+            "the other rank has died, stalled or left: see the end of its output; "
+            f"compile_step(wait_s={self.end.wait_s:g}) bounds how long a rank waits"
+        )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {listed(numbers)}"
 
 
 def as_traced(tensor: Tensor, like: Tensor) -> Tensor:
