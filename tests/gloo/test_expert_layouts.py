@@ -52,6 +52,10 @@ CASES: dict[int, list[tuple[Layout, str]]] = {
         ({"data_shard": 4, "expert": 4, "zero": 1}, "plain"),
         ({"data_replicate": 2, "context": 2, "expert": 2}, "plain"),
     ],
+    8: [
+        ({"data_shard": 4, "expert": 4, "tensor": 2, "zero": 1}, "plain"),
+        ({"data_shard": 4, "expert": 4, "tensor": 2}, "balanced"),
+    ],
 }
 
 

@@ -60,6 +60,8 @@ BALANCED = {
 }
 Layout = dict[str, Any]
 REPLICAS: Layout = {"parallel.data_replicate": 2}
+EIGHT: Layout = {"parallel.data_shard": 2, "parallel.tensor": 2}
+SIXTEEN: Layout = {"parallel.data_shard": 4, "parallel.tensor": 2, "parallel.expert": 4}
 CASES: dict[int, list[tuple[str, Layout]]] = {
     4: [
         ("one_f_one_b", REPLICAS),
@@ -72,12 +74,20 @@ CASES: dict[int, list[tuple[str, Layout]]] = {
         ("one_f_one_b", {"parallel.data_shard": 2, "parallel.expert": 1, "parallel.zero": 1}),
     ],
     8: [
-        ("one_f_one_b", {"parallel.data_shard": 2, "parallel.tensor": 2}),
+        ("one_f_one_b", EIGHT),
         ("one_f_one_b", {"parallel.data_shard": 4}),
         ("one_f_one_b", {"parallel.data_shard": 4, "parallel.zero": 1}),
+        ("one_f_one_b", {**EIGHT, "parallel.zero": 1}),
+        ("one_f_one_b", {**EIGHT, "parallel.expert": 1}),
+        ("one_f_one_b", {**EIGHT, "parallel.expert": 1, "parallel.zero": 1}),
+        ("one_f_one_b", {"parallel.data_shard": 4, "parallel.expert": 4}),
+        ("one_f_one_b", {"parallel.data_shard": 4, "parallel.expert": 4, "parallel.zero": 1}),
     ],
 }
-"""In the last two each expert is on two ranks of a stage, cut between them."""
+if os.environ.get("INTERLACE_EXPERTS") == "all":
+    CASES[16] = [("one_f_one_b", SIXTEEN), ("one_f_one_b", {**SIXTEEN, "parallel.zero": 1})]
+"""By ranks. With `data_shard` 4 and two ranks for experts each expert is on two ranks of a stage,
+cut between them. 16 ranks take minutes on two cores: INTERLACE_EXPERTS=all."""
 
 
 def _doubled(*args: Any) -> torch.nn.Module:
@@ -172,7 +182,8 @@ def test_gradients_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:
     and ZeRO-3, an auxiliary loss beside layers computed again, and shared sequences."""
     work = Workplace(tmp_path)
     results = run_ranks(
-        "test_expert_stages:child_cases", ranks, args=[str(work.folder), ranks], timeout_s=200,
+        "test_expert_stages:child_cases", ranks, args=[str(work.folder), ranks],
+        timeout_s=50 * ranks,
         env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
     )  # fmt: skip
     bits: dict[tuple[str, str], set[str]] = {}
