@@ -40,7 +40,7 @@ from interlace.train.recorded_steps import (
     record_stages,
     stages_line,
 )
-from interlace.train.renewal import Drift, Renewal, Request, why_not
+from interlace.train.renewal import Drift, Renewal, RenewalRequest, why_not
 from interlace.train.session import Session
 
 
@@ -76,7 +76,7 @@ class Trainer:
                 self.directory, tensorboard=config.output.tensorboard, claim=claims.output
             )
         asked = self.directory / run_files.RENEW_PLAN
-        self.request = Request(asked if session.rank == 0 else None)
+        self.request = RenewalRequest(asked if session.rank == 0 else None)
         self.example: Batch | None = None
         self.peak_flops = _peak(config, session.device)
         self.flops_per_token = self._flops_per_token()

@@ -73,7 +73,7 @@ class Renewal:
         return new
 
 
-class Request:
+class RenewalRequest:
     """The file by which a user asks a run to measure and plan again, looked for by one rank."""
 
     def __init__(self, path: Path | None) -> None:
