@@ -215,8 +215,11 @@ def _seen(timeline: Timeline) -> dict[str, float]:
     and waited for; those also while two micro-batches are under way, and of either by lane: rows,
     and counts of rows."""
     found: dict[str, float] = {"compute": compute_ns(timeline), "counts": _counts_ns(timeline)}
-    for part, each in (("", timeline), ("steady_", steady_state(timeline))):
-        for of, lanes in _LANES.items() if each else ():
+    parts = {"": timeline}
+    if steady := steady_state(timeline):
+        parts["steady_"] = steady
+    for part, each in parts.items():
+        for of, lanes in _LANES.items():
             busy, exposed = _all_to_all_ns(each, lanes)
             found |= {f"{part}{of}busy": busy, f"{part}{of}exposed": exposed}
     return found

@@ -295,8 +295,8 @@ def drop_unused_inputs(graph: fx.Graph) -> None:
 
 
 def _copy_parameter_views(backward: fx.Graph, values: dict[str, fx.Node]) -> None:
-    """Views of parameters are taken again in the backward graph instead of being saved. A value that
-    is a parameter as it is, as the local part of a DTensor behind an alias, is read as that."""
+    """Views of parameters are taken again in the backward graph instead of being saved. A value
+    that is a parameter as it is, as a DTensor's local part behind an alias, is read as that."""
     placeholders = {n.name: n for n in backward.nodes if n.op == "placeholder"}
     body = next(n for n in backward.nodes if n.op != "placeholder")
     for name, placeholder in list(placeholders.items()):
