@@ -223,7 +223,7 @@ def dealt(folders: list[str]) -> list[dict[str, Any]]:
             }
             experts = sorted(name for name in parts if ".experts." in name)
             judged = folder, batches(), loss, wanted
-            ours = [scenario(each, *judged, traced=True) for each in LAYOUTS]
+            ours = [scenario(each, *judged, traced=folder == folders[0]) for each in LAYOUTS]
             facts.append({
                 "loss": abs(float(whole) / 2 - loss),
                 "gradients": error(seen[0][1], parts),
