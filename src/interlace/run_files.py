@@ -30,6 +30,8 @@ PIPELINE = "pipeline.json"
 """A step of all ranks of a pipeline, measured and simulated."""
 TENSORBOARD = "tensorboard"
 """Folder of TensorBoard's event files."""
+RENEW_PLAN = "renew-plan"
+"""A user makes this file, and the run that writes into the folder measures and plans again."""
 
 REPORT = "report.html"
 """The report as a page."""

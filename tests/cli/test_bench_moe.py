@@ -110,6 +110,9 @@ def found_of(two: list[int]) -> dict[str, object]:
     record = {
         "compute": 50 * MS, "busy": 40 * MS, "exposed": 10 * MS,
         "steady_busy": 30 * MS, "steady_exposed": 3 * MS, "counts": 2 * MS,
+        "rows_busy": 30 * MS, "rows_exposed": 3 * MS, "counts_busy": 10 * MS,
+        "counts_exposed": 7 * MS, "steady_rows_busy": 24 * MS, "steady_rows_exposed": 3 * MS,
+        "steady_counts_busy": 6 * MS, "steady_counts_exposed": 0,
     }  # fmt: skip
     times = {EAGER: [100 * MS, 110 * MS], ONE: [90 * MS, 99 * MS], FIXED: [60 * MS, 66 * MS]}
     times |= {GROUPS: [75 * MS, 75 * MS], BOTH: [40 * MS, 44 * MS]}
@@ -135,6 +138,10 @@ def test_rows_are_ratios_of_what_was_found() -> None:
     assert rows["skewed", "counts_of_two_strands_ms"].ours == pytest.approx(2)
     assert rows[f"skewed, {TWO}", "hidden_fraction"].ratio == pytest.approx(0.75)
     assert rows[f"skewed, {TWO}", "steady_hidden_fraction"].ratio == pytest.approx(0.9)
+    assert rows[f"skewed, {TWO}", "hidden_fraction_of_rows"].ratio == pytest.approx(0.9)
+    assert rows[f"skewed, {TWO}", "hidden_fraction_of_counts"].ratio == pytest.approx(0.3)
+    assert rows[f"skewed, {TWO}", "steady_hidden_fraction_of_counts"].ratio == pytest.approx(1)
+    assert ("skewed, one strand", "steady_hidden_fraction") not in rows
     assert rows[f"skewed, {TWO}", "predicted_over_measured"].ratio == pytest.approx(45 / 52.5)
     slow = {(row.case, row.metric): row for row in rows_of("skewed", found_of([120 * MS] * 2))}
     assert slow["skewed", "speedup_vs_fixed_order"].ratio == pytest.approx(63 / 120)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,19 @@ class Runs:
         self.folder = Workplace(folder).folder
         self._env = {"XDG_CACHE_HOME": str(folder / "cache")}
 
-    def train(self, out: str, ranks: int = 1, **settings: Any) -> list[RankResult]:
-        """Run to the end; settings are written `checkpoint__keep=3`."""
-        args = [str(self.folder), self._settings(out, ranks, settings)]
-        return run_ranks(
-            "checkpoint_runs:child", ranks, args=args, timeout_s=LIMIT_S, env=self._env
-        )
+    def train(
+        self,
+        out: str,
+        ranks: int = 1,
+        *,
+        target: str = "checkpoint_runs:child",
+        more: Sequence[Any] = (),
+        **settings: Any,
+    ) -> list[RankResult]:
+        """Run to the end; settings are written `checkpoint__keep=3`. `target` takes `more` behind
+        what `child` takes."""
+        args = [str(self.folder), self._settings(out, ranks, settings), *more]
+        return run_ranks(target, ranks, args=args, timeout_s=LIMIT_S, env=self._env)
 
     @contextlib.contextmanager
     def started(self, out: str, ranks: int, **settings: Any) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """The model with experts under every mix of axes with `ep`, in float64: gradients of strands and of
 eager autograd against one process, two strands bit by bit against one, an auxiliary loss too."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +54,11 @@ CASES: dict[int, list[tuple[Layout, str]]] = {
         ({"data_replicate": 2, "context": 2, "expert": 2}, "plain"),
     ],
 }
+if os.environ.get("INTERLACE_EXPERTS") == "all":  # 8 ranks take a minute on two cores
+    CASES[8] = [
+        ({"data_shard": 4, "expert": 4, "tensor": 2, "zero": 1}, "plain"),
+        ({"data_shard": 4, "expert": 4, "tensor": 2}, "balanced"),
+    ]
 
 
 def model_of(kind: str) -> ModelConfig:

@@ -3,9 +3,12 @@
 Outputs and the gradient of every parameter, on ranks that hold the experts between them, over four
 micro-batches: a layer beside itself, with a shared expert, with gradients of weights put off, and a
 chunk of so many layers beside one of fewer or more. Rows that have no expert take the place of
-padded tokens.
+padded tokens. Where nothing accumulates, as all micro-batches but one pull at nothing, gradients
+are autograd's bit by bit; over four ours add up in the matmul and autograd's behind it, which
+differs in the last bits.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from interlace.ir.actions import Direction
 from interlace.model_config import ExpertsConfig, ModelConfig
 from interlace.models.moe import ExpertBlock, Routed
 from interlace.parallel.expert import apply_expert_parallel
+from interlace.step import Step
 
 pytestmark = pytest.mark.gloo
 RANKS, MICRO_BATCHES, SEQUENCE, BATCH, WIDTH = 2, 4, 8, 2, 16
@@ -60,10 +64,10 @@ class Layers(nn.Module):
         return x_SBD
 
 
-def output(module: Layers, x_SBD: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of the output is 1 everywhere."""
+def output(module: Layers, x_SBD: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the output is `pull` everywhere."""
     found = module(x_SBD)
-    return found.sum(), found
+    return found.sum() * pull, found
 
 
 def _module(case: str, mesh: DeviceMesh) -> Layers:
@@ -75,11 +79,15 @@ def _module(case: str, mesh: DeviceMesh) -> Layers:
     return module
 
 
-def _autograd(module: Layers, inputs: list[Tensor]) -> list[Tensor]:
+Batch = tuple[Tensor, Tensor]
+"""Of `output`."""
+
+
+def _autograd(module: Layers, batches: Sequence[Batch]) -> list[Tensor]:
     """Outputs, then gradients, by autograd on the same ranks."""
     outputs = []
-    for x_SBD in inputs:
-        loss, found = output(module, x_SBD)
+    for batch in batches:
+        loss, found = output(module, *batch)
         outputs.append(found.detach())
         (loss / (MICRO_BATCHES * RANKS)).backward()
     for name, parameter in module.named_parameters():
@@ -93,22 +101,27 @@ def _case(case: str, mesh: DeviceMesh) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(dist.get_rank())
     shape = SEQUENCE, BATCH, WIDTH
     inputs = [torch.randn(shape, dtype=torch.double, generator=draw) for _ in range(MICRO_BATCHES)]
-    wanted = _autograd(_module(case, mesh), inputs)
+    pull, nothing = torch.ones((), dtype=torch.double), torch.zeros((), dtype=torch.double)
+    batches = [(each, pull) for each in inputs]
+    first_alone = [(each, nothing if number else pull) for number, each in enumerate(inputs)]
+    wanted = _autograd(_module(case, mesh), batches)
+    of_first = _autograd(_module(case, mesh), first_alone)
     found: dict[str, Any] = {}
     first: list[Tensor] = []
     for schedule, split in [("one_strand", ""), *CASES[case][2]]:
         module = _module(case, mesh)
         step = compile_step(
-            module, output, (inputs[0],), mesh=mesh, schedule=schedule,
+            module, output, batches[0], mesh=mesh, schedule=schedule,
             split_at=[split] if split else [], config=PLAN,
         )  # fmt: skip
-        step([(each,) for each in inputs])
-        bits = [each[0] for each in step.results]
-        bits += [p.grad for p in module.parameters() if p.grad is not None]
+        bits = _stepped(step, module, batches)
         first = first or bits
         directions = [{slot.strand.direction for slot in action.slots}
                       for action in step.actions(MICRO_BATCHES)]  # fmt: skip
+        module.zero_grad()
+        alone = _stepped(step, module, first_alone)
         found[f"{schedule} {split}"] = {
+            "one": len(alone) == len(of_first) and all(map(torch.equal, alone, of_first)),
             "bits": len(bits) == len(first) and all(map(torch.equal, bits, first)),
             "outputs": all(map(torch.equal, bits[:MICRO_BATCHES], wanted)),
             "off": max(
@@ -118,6 +131,13 @@ def _case(case: str, mesh: DeviceMesh) -> dict[str, Any]:
             "pairs": sum(each == set(Direction) for each in directions),
         }
     return found
+
+
+def _stepped(step: Step, module: Layers, batches: Sequence[Batch]) -> list[Tensor]:
+    """Outputs, then gradients."""
+    step(batches)
+    grads = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    return [*(each[0].clone() for each in step.results), *grads]
 
 
 def child_cases() -> dict[str, Any]:
@@ -134,6 +154,7 @@ def test_outputs_and_gradients_of_layers_are_those_of_autograd() -> None:
             for way, found in ways.items():
                 assert found["bits"], (case, way, found)
                 assert found["outputs"], (case, way, found)
+                assert found["one"], (case, way, found)
                 assert found["off"] < BOUND, (case, way, found)
                 alone = way.startswith(("one_strand", "zb_h1"))
                 assert (found["pairs"] == 0) == alone, (case, way, found)

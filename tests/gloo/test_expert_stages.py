@@ -1,6 +1,7 @@
 """Experts that are dealt to the ranks of the stages of a pipeline, in float64: losses and gradients
 of every parameter against one process, as `interlace train` opens and runs the steps."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ BALANCED = {
 }
 Layout = dict[str, Any]
 REPLICAS: Layout = {"parallel.data_replicate": 2}
+EIGHT: Layout = {"parallel.data_shard": 2, "parallel.tensor": 2}
+SIXTEEN: Layout = {"parallel.data_shard": 4, "parallel.tensor": 2, "parallel.expert": 4}
 CASES: dict[int, list[tuple[str, Layout]]] = {
     4: [
         ("one_f_one_b", REPLICAS),
@@ -56,12 +59,22 @@ CASES: dict[int, list[tuple[str, Layout]]] = {
         ("one_f_one_b", {"parallel.data_shard": 2, "parallel.expert": 1, "parallel.zero": 1}),
     ],
     8: [
-        ("one_f_one_b", {"parallel.data_shard": 2, "parallel.tensor": 2}),
+        ("one_f_one_b", EIGHT),
         ("one_f_one_b", {"parallel.data_shard": 4}),
         ("one_f_one_b", {"parallel.data_shard": 4, "parallel.zero": 1}),
+        ("one_f_one_b", {**EIGHT, "parallel.expert": 1}),
     ],
 }
-"""In the last two each expert is on two ranks of a stage, cut between them."""
+if os.environ.get("INTERLACE_EXPERTS") == "all":
+    CASES[8] += [
+        ("one_f_one_b", {**EIGHT, "parallel.zero": 1}),
+        ("one_f_one_b", {**EIGHT, "parallel.expert": 1, "parallel.zero": 1}),
+        ("one_f_one_b", {"parallel.data_shard": 4, "parallel.expert": 4}),
+        ("one_f_one_b", {"parallel.data_shard": 4, "parallel.expert": 4, "parallel.zero": 1}),
+    ]
+    CASES[16] = [("one_f_one_b", SIXTEEN), ("one_f_one_b", {**SIXTEEN, "parallel.zero": 1})]
+"""By ranks. With `data_shard` 4 and two ranks for experts each expert is on two ranks of a stage,
+cut between them. 8 and 16 ranks take minutes on two cores: the rest with INTERLACE_EXPERTS=all."""
 
 
 @pytest.mark.parametrize("ranks", list(CASES))
@@ -71,7 +84,7 @@ def test_gradients_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:
     work = Workplace(tmp_path)
     cases = [SETTINGS | layout | {"pipeline.schedule": name} for name, layout in CASES[ranks]]
     results = run_ranks(
-        "stage_gradients:child", ranks, args=[str(work.folder), cases], timeout_s=200,
+        "stage_gradients:child", ranks, args=[str(work.folder), cases], timeout_s=50 * ranks,
         env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
     )  # fmt: skip
     bits: dict[tuple[str, str], set[str]] = {}

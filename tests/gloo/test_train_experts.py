@@ -2,15 +2,18 @@
 rounding, checkpoints that go on with another number of ranks, and what is said of the load."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from checkpoint_runs import Runs
+from checkpoint_runs import Runs, child
 
 from interlace.checkpoint.manifest import BUFFERS
 from interlace.checkpoint.tensor_files import CheckpointReader, whole_tensor
 from interlace.checkpoint.to_hugging_face import export_checkpoint, sound_manifest
 from interlace.report.build import build_report
+from interlace.run_files import RENEW_PLAN
+from interlace.train.metrics import MetricsWriter
 from interlace.train.renewal import STEPS as DRIFT_STEPS
 from interlace.train.renewal import Drift
 
@@ -111,6 +114,25 @@ def test_the_load_of_experts_is_written_and_drawn(runs: Runs) -> None:
     assert "no choice was dropped" in page
 
 
+def test_recorded_steps_say_what_exchanges_and_uneven_load_cost(runs: Runs) -> None:
+    """Of two ranks that share the experts; on one rank nothing is exchanged."""
+    (step,) = [event for event in runs.events("two", "step") if "collectives" in event]
+    rows = step["collectives"]["all_to_all.ep"]
+    assert rows["count"] == 2 * 4 * 2 * 2  # layers, micro-batches, there and back, both passes
+    assert rows["bytes"] > rows["count"] * 1000
+    assert 0 <= rows["exposed_ms"] <= step["exposed_ms"]
+    waited = sum(each["exposed_ms"] for each in step["collectives"].values())
+    assert waited == pytest.approx(step["exposed_ms"], rel=1e-6, abs=1e-3)
+    assert 1 <= step["expert_rank_imbalance"] <= 2
+    assert 0 < step["expert_compute_ms"] < step["step_ms"]
+    lost = (step["expert_rank_imbalance"] - 1) * step["expert_compute_ms"]
+    assert step["expert_skew_ms"] == pytest.approx(lost)
+    assert "the others waited at least" in build_report(runs.folder / "two")[0].read_text()
+    (alone,) = [event for event in runs.events("one", "step") if "collectives" in event]
+    assert alone["collectives"] == {}
+    assert "expert_skew_ms" not in alone
+
+
 def test_a_published_checkpoint_is_dealt_to_ranks(runs: Runs) -> None:
     """A folder of Mixtral's form, made of a run, is where one rank, two and four begin alike."""
     folder, published = runs.checkpoint("one", STEPS), runs.folder / "published"
@@ -160,20 +182,42 @@ def test_biases_of_routers_move_with_the_load_of_all_ranks(runs: Runs) -> None:
     assert 2 <= moved.abs().max().round() <= STEPS
 
 
-def test_a_plan_is_made_again_when_the_load_drifts(runs: Runs) -> None:
-    """With the bits of a run without plans, and between two steps of all ranks."""
+def child_that_asks(folder: str, settings: dict[str, str], after: str) -> dict[str, str]:
+    """A rank of a run whose user asks for another plan once metrics have an event `after`."""
+    write, asked = MetricsWriter.write, False
+
+    def written(metrics: MetricsWriter, event: str, **values: Any) -> None:
+        nonlocal asked
+        write(metrics, event, **values)
+        if event == after and not asked:
+            (metrics.path.parent / RENEW_PLAN).touch()
+            asked = True
+
+    with patch.object(MetricsWriter, "write", written):
+        return child(folder, settings)
+
+
+def test_a_plan_is_made_again_when_the_load_drifts_and_when_asked_for(runs: Runs) -> None:
+    """With the bits of a run without plans, and between two steps of all ranks. A run that has no
+    measured plan says so, and goes on."""
     steps = {"train__steps": 2 * DRIFT_STEPS + 2, "checkpoint__every": 0}
-    runs.train("kept", 2, **TWO | steps | {"strands": "1"})
     measured = {"train__renew_plan_at": 1e-6, "plan__cluster": "", "plan__profile_repeats": 1}
-    runs.train("renewed", 2, **TWO | steps | measured)
+    name = "test_train_experts:child_that_asks"
+    runs.train("kept", 2, target=name, more=["step"], **TWO | steps | {"strands": "1"})
+    runs.train("renewed", 2, target=name, more=["renewal"], **TWO | steps | measured)
     assert numbers(runs, "renewed") == numbers(runs, "kept")
-    (renewed,) = runs.events("renewed", "renewal")
-    assert renewed["step"] == 2 * DRIFT_STEPS
+    renewed, asked = runs.events("renewed", "renewal")
+    assert renewed["step"] == asked["step"] == 2 * DRIFT_STEPS
+    assert asked["asked"]
+    assert len(asked["plan"]) == len(renewed["plan"])
+    assert not (runs.folder / "renewed" / RENEW_PLAN).exists()
     loads = [event["expert_imbalance"] for event in runs.events("renewed", "step")]
     first, last = loads[:DRIFT_STEPS], loads[DRIFT_STEPS : 2 * DRIFT_STEPS]
     assert renewed["load_before"] == pytest.approx(sum(first) / DRIFT_STEPS)
     assert renewed["load"] == pytest.approx(sum(last) / DRIFT_STEPS)
-    assert not runs.events("kept", "renewal")
+    (refused,) = runs.events("kept", "renewal")
+    assert refused["step"] == 1
+    assert "strands = '1'" in refused["refused"]
     assert build_report(runs.folder / "renewed")[0].exists()
 
 

@@ -104,7 +104,8 @@ def test_a_broken_line_in_the_middle_is_refused(line: str, tmp_path: Path) -> No
 
 
 def test_tensorboard_gets_the_numbers_of_steps(tmp_path: Path) -> None:
-    """Scalars appear as event/key at their step; text and events without a step do not."""
+    """Scalars appear as event/key at their step, those of tables as event/key/key, lists of numbers
+    as histograms; text and events without a step do not."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import (
         EventAccumulator,
@@ -114,9 +115,16 @@ def test_tensorboard_gets_the_numbers_of_steps(tmp_path: Path) -> None:
         writer.write("start", seed=1)
         for step in (1, 2):
             writer.write("step", step=step, loss=float(step), mode="two", last=step > 1)
+        exchanges = {"all_to_all.ep": {"bytes": 4096, "exposed_ms": 1.5}}
+        writer.write("step", step=3, expert_load=[0.5, 0.25, 0.25], collectives=exchanges, of=["a"])
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert events.Tags()["scalars"] == ["step/loss"]
+    tables = [f"step/collectives/all_to_all.ep/{key}" for key in ("bytes", "exposed_ms")]
+    assert events.Tags()["scalars"] == ["step/loss", *tables]
+    assert [events.Scalars(tag)[0].value for tag in tables] == [4096, 1.5]
+    (load,) = events.Histograms("step/expert_load")
+    assert events.Tags()["histograms"] == ["step/expert_load"]
+    assert (load.step, load.histogram_value.num, load.histogram_value.max) == (3, 3, 0.5)
     assert [(e.step, e.value) for e in events.Scalars("step/loss")] == [(1, 1.0), (2, 2.0)]
 
 
@@ -163,6 +171,11 @@ def test_step_line_has_what_is_there() -> None:
     assert max(map(len, lines)) <= 80
     assert len(lines) == 3
     assert step_line({"step": 3, "loss": math.nan, "mfu": None}) == "step     3  loss nan"
+    rows, counts = {"bytes": 3 << 20, "exposed_ms": 4.0}, {"bytes": 64, "exposed_ms": 0.5}
+    exchanged = {"all_to_all.ep": rows, "all_to_all.ep_counts": counts, "all_reduce.dp": rows}
+    assert step_line({"expert_imbalance": 1.5, "collectives": exchanged}) == (
+        "experts 1.50x  all-to-all 3.0 MiB, exposed 4.50 ms"
+    )
     assert step_line({"exposed_ms": 1.25, "step_ms": 9.0, "event": "step"}) == (
         "9.00 ms  exposed 1.25 ms (14 %)"
     )

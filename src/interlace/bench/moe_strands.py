@@ -37,6 +37,8 @@ WAYS = (EAGER, ONE, GROUPS, TWO, FIXED, BOTH)
 EMULATED = "emulated compute"
 """What cases are called in which matmuls sleep."""
 _RIVALS = {EAGER: "speedup_vs_eager", ONE: "speedup_vs_one_strand", FIXED: "speedup_vs_fixed_order"}
+_OF = {"": "", "rows_": "_of_rows", "counts_": "_of_counts"}
+"""Ends of metrics of what is hidden: of all exchanges, of rows, of counts of rows alone."""
 CALIBRATION_RATE = "300mbit"
 """Rate of the link in the short run that says how long compute and all-to-all take."""
 _FULL = MoeSize(
@@ -129,9 +131,13 @@ def rows_of(routing: str, found: Mapping[str, Any]) -> list[ResultRow]:
     ]
     for name, own in records.items():
         case = f"{routing}, {name}"
-        rows.append(_hidden(case, "hidden_fraction", own, ""))
-        if name not in (ONE, GROUPS):
-            rows.append(_hidden(case, "steady_hidden_fraction", own, "steady_"))
+        parts = ("",) if name in (ONE, GROUPS) else ("", "steady_")
+        rows += [
+            _hidden(case, f"{part}hidden_fraction{_OF[lanes]}", own, part + lanes)
+            for part in parts
+            for lanes in _OF
+            if own[0].get(f"{part}{lanes}busy")  # no counts in the steady part of a short step
+        ]
         rows.append(_predicted(case, predicted[name] / 1e6, times[name]))
     return rows
 
@@ -162,7 +168,8 @@ def _of_records(
 
 def _hidden(case: str, metric: str, records: Sequence[Mapping[str, float]], part: str) -> ResultRow:
     """The share of the all-to-alls' time in which the rank did not wait for one: ms hidden, of ms
-    in flight. `steady_` is the part of a step in which two micro-batches are under way."""
+    in flight. `steady_` is the part of a step in which two micro-batches are under way; `rows_` and
+    `counts_` are the exchanges on one of the two lanes."""
     hidden = [
         {
             "hidden": max(0.0, each[f"{part}busy"] - each[f"{part}exposed"]),

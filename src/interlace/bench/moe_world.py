@@ -69,6 +69,12 @@ _COMPARED = 4
 other."""
 _IN_GROUPS = OverlapConfig(decompose="slicing", pieces=2)
 """Exchanges cut by two groups of experts."""
+_LANES = {
+    "": (EXPERT_AXIS, COUNTS_AXIS),
+    "rows_": (EXPERT_AXIS,),
+    "counts_": (COUNTS_AXIS,),
+}
+"""Lanes of the all-to-alls that are looked at together, by what stands before their names."""
 _CALIBRATED = 2
 """Steps of one strand, behind the first, that say how long compute and all-to-all take."""
 
@@ -207,22 +213,24 @@ def check_bits(runs: Mapping[str, StepFunction], batches: Sequence[Batch]) -> No
 
 
 def _seen(timeline: Timeline) -> dict[str, float]:
-    """Of a recorded step, in ns: compute, exchanges of experts in flight and waited for, these also
-    while two micro-batches are under way, and an exchange of counts."""
-    busy, exposed = _all_to_all_ns(timeline)
-    found: dict[str, float] = {
-        "compute": compute_ns(timeline),
-        "busy": busy,
-        "exposed": exposed,
-        "counts": _counts_ns(timeline),
-    }
+    """Of a recorded step, in ns: compute, an exchange of counts, and exchanges of experts in flight
+    and waited for; those also while two micro-batches are under way, and of either by lane: rows,
+    and counts of rows."""
+    found: dict[str, float] = {"compute": compute_ns(timeline), "counts": _counts_ns(timeline)}
+    parts = {"": timeline}
     if steady := steady_state(timeline):
-        found["steady_busy"], found["steady_exposed"] = _all_to_all_ns(steady)
+        parts["steady_"] = steady
+    for part, each in parts.items():
+        for of, lanes in _LANES.items():
+            busy, exposed = _all_to_all_ns(each, lanes)
+            found |= {f"{part}{of}busy": busy, f"{part}{of}exposed": exposed}
     return found
 
 
-def _all_to_all_ns(timeline: Timeline) -> tuple[int, int]:
+def _all_to_all_ns(timeline: Timeline, lanes: Sequence[str]) -> tuple[int, int]:
+    """In flight and waited for, on these lanes."""
     rows = [row for row in timeline.collective_rows() if row.kind == Kind.ALL_TO_ALL]
+    rows = [row for row in rows if row.lane in lanes]
     return sum(row.busy_ns for row in rows), sum(row.exposed_ns for row in rows)
 
 

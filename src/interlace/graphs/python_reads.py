@@ -63,8 +63,6 @@ class BlockReads:
             rf"dict\(type\({block}\)\.__dict__\)\['forward'\]\.__closure__\[\d+\]\.cell_contents"
         )
         self._own: dict[int, list[Any]] = {}
-        self.changed: list[str] = []
-        """Names of what a forward would change of what was there before it."""
         self.differ = ""
         """Why a block may not be like the one that stands for it, once `compare` has found that."""
 
@@ -99,12 +97,9 @@ class BlockReads:
                 guards.add(guard, collect_debug_stack=False)
 
     def compare(self, guards: Any) -> None:
-        """Say in `differ` if a block reads other values than the one that is like it; if a block
-        was also read as something else, as code does that asks which block it is; or if the forward
-        changes something, which a block may do to tell another one. After torch has written the
-        guards' conditions."""
-        if self.changed:
-            self.differ = f"the forward changes {self.changed[0]}"
+        """Say in `differ` if a block reads other values than the one that is like it, or if a block
+        was also read as something else, as code does that asks which block it is. After torch has
+        written the guards' conditions."""
         names = {id(block): self._name(number) for number, block in self._blocks.items()}
         for guard in guards:
             value = guard.obj_weakref() if guard.obj_weakref else None

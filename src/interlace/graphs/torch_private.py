@@ -6,8 +6,7 @@ docs/new-torch.md says with which versions of torch it was tested.
     _dynamo.functional_export.fullgraph_capture, _dynamo.convert_frame.get_traced_fn,
     _dynamo.hooks.Hooks, _dynamo.guards.profile_guard_manager
                                              the guards of a capture: what the forward read
-    _dynamo.side_effects.SideEffects.store_attr, .store_attr_mutations, .mutation,
-    _dynamo.variables.base.*MutationExisting                       what a forward would set
+    _dynamo.side_effects.SideEffects.store_attr, .store_attr_mutations    what a forward would set
     nn.Module._*_hooks, nn.modules.module._global_*_hooks, Tensor._backward_hooks,
     Tensor._post_accumulate_grad_hooks, DTensor._local_tensor, DTensor._spec      seeing changes
     _dynamo.utils._get_dynamo_config_for_logging, _subclasses.fake_tensor.fake_tensor_tls    of 2.11
@@ -45,7 +44,6 @@ from torch._dynamo import functional_export, guards, utils
 from torch._dynamo.convert_frame import get_traced_fn
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -125,7 +123,7 @@ def capture_forward(
     reads: list[Reads] = []
     notes: list[tuple[Any, str, Any]] = []
     whole_capture = functional_export.fullgraph_capture
-    store_attr, mutation = SideEffects.store_attr, SideEffects.mutation
+    store_attr = SideEffects.store_attr
 
     def watched(function: Any, *args: Any, **options: Any) -> Any:
         found = whole_capture(function, *args, **options)
@@ -138,14 +136,7 @@ def capture_forward(
             if changes_nothing(*note) and name not in self.store_attr_mutations.get(item, ()):
                 return None
             notes.append(note)
-        if blocks is not None and isinstance(item.mutation_type, AttributeMutationExisting):
-            blocks.changed.append(name)
         return store_attr(self, item, name, value, *kind, **named)
-
-    def mutated(self: Any, item: Any) -> Any:
-        if blocks is not None and isinstance(item.mutation_type, ValueMutationExisting):
-            blocks.changed.append(item.source.name if item.source else str(item))
-        return mutation(self, item)
 
     with ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(capture_settings()))
@@ -155,7 +146,6 @@ def capture_forward(
         if watch:  # guards can only be built, and what is set only be seen, inside the capture
             stack.enter_context(mock.patch.object(functional_export, "fullgraph_capture", watched))
             stack.enter_context(mock.patch.object(SideEffects, "store_attr", noted))
-            stack.enter_context(mock.patch.object(SideEffects, "mutation", mutated))
         captured: Any = functional_export.dynamo_graph_capture_for_export(module)(*example_inputs)
     return Forward(captured, reads[0] if reads else None, tuple(notes))
 

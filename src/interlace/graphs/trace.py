@@ -299,12 +299,16 @@ def drop_unused_inputs(graph: fx.Graph) -> None:
 
 
 def _copy_parameter_views(backward: fx.Graph, values: dict[str, fx.Node]) -> None:
-    """Views of parameters are taken again in the backward graph instead of being saved."""
+    """Views of parameters are taken again in the backward graph instead of being saved. A value
+    that is a parameter as it is, behind an alias, is read as that where experts' operators do:
+    stages under ZeRO-3 gather it anew, and digests of other graphs stay what they were."""
     placeholders = {n.name: n for n in backward.nodes if n.op == "placeholder"}
     body = next(n for n in backward.nodes if n.op != "placeholder")
     for name, placeholder in list(placeholders.items()):
         chain = _view_chain(values.get(name))
-        if not chain:
+        if not chain or chain[0].name == name:
+            continue
+        if len(chain) == 1 and not any(map(_is_own, placeholder.users)):
             continue
         root = placeholders.get(chain[0].name)
         if root is None:
@@ -320,15 +324,20 @@ def _copy_parameter_views(backward: fx.Graph, values: dict[str, fx.Node]) -> Non
         placeholder.replace_all_uses_with(current)
 
 
+def _is_own(node: fx.Node) -> bool:
+    """Whether a node calls an operator of this package, as experts do."""
+    return str(node.target).startswith("interlace.")
+
+
 def _view_chain(node: fx.Node | None) -> list[fx.Node]:
-    """[parameter placeholder, view, ..., node] if node is a chain of views, else []."""
+    """[parameter placeholder, view, ..., node] if node is a chain of views, or of none, else []."""
     chain: list[fx.Node] = []
     while node is not None and node.op == "call_function" and node.target in VIEWS:
         if len(node.all_input_nodes) != 1:
             return []
         chain.append(node)
         node = node.all_input_nodes[0]
-    if not chain or node is None or node.op != "placeholder":
+    if node is None or node.op != "placeholder":
         return []
     return [node, *reversed(chain)] if input_of(node).role == "parameter" else []
 

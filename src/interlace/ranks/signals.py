@@ -92,16 +92,23 @@ class StopFlag:
 def agreed(flag: StopFlag, group: dist.ProcessGroup | None = None) -> bool:
     """Whether any rank has been asked to stop: the same answer on all ranks of `group`.
 
-    Collective, on the default group if none is given: one all-reduce of one int64. Give it a
+    Collective, on the default group if none is given: one all-reduce of two int64. Give it a
     gloo group, or the host waits for the device in every step. In a process that belongs to no
     group the local flag counts. Sets `requested` on all ranks.
     """
+    return agreed_with(flag, wish=False, group=group)[0]
+
+
+def agreed_with(
+    flag: StopFlag, *, wish: bool, group: dist.ProcessGroup | None = None
+) -> tuple[bool, bool]:
+    """`agreed`, and whether any rank has another `wish` for the time between two steps."""
     number = int(signal.Signals[flag.requested]) if flag.requested else 0
-    number = largest({"signal": number}, group=group)["signal"]
-    if number:
+    found = largest({"signal": number, "wish": int(wish)}, group=group)
+    if number := found["signal"]:
         flag.requested = signal.Signals(number).name
         flag.acknowledge()
-    return bool(number)
+    return bool(number), bool(found["wish"])
 
 
 def _handler(number: int, frame: FrameType | None) -> None:

@@ -254,4 +254,20 @@ def expert_sentence(steps: list[dict[str, Any]]) -> str:
     return (
         f"The busiest expert of a layer got {first} times the mean in step {steps[0]['step']}, and "
         f"{last} times in step {steps[-1]['step']}; {lost}. The picture has all layers together."
+        f"{_skew_sentence(steps)}"
+    )
+
+
+def _skew_sentence(steps: list[dict[str, Any]]) -> str:
+    """What uneven load costs, of the last recorded step that says it."""
+    told = [step for step in steps if "expert_skew_ms" in step]
+    if not told:
+        return ""
+    step = told[-1]
+    compute, lost, whole = (step[key] for key in ("expert_compute_ms", "expert_skew_ms", "step_ms"))
+    return (
+        f" In step {step['step']} the rank with the most rows got "
+        f"{step['expert_rank_imbalance']:.2f} times the mean of all ranks. The matmuls of experts "
+        f"took {number(compute)} ms in the mean of ranks, so the others waited at least "
+        f"{number(lost)} ms of {number(whole)} for it ({percent(lost / whole)})."
     )

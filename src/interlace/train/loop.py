@@ -18,7 +18,7 @@ from interlace.hardware.devices import peak_flops
 from interlace.ir import store
 from interlace.ir.noise import noise_of
 from interlace.ir.timeline import Timeline
-from interlace.ranks.signals import StopFlag, agreed
+from interlace.ranks.signals import StopFlag, agreed_with
 from interlace.report.tables import comparison_lines
 from interlace.runtime.executor import Batch
 from interlace.sim.simulated_step import simulate_step
@@ -27,19 +27,20 @@ from interlace.text import bits_per_byte, in_bits
 from interlace.train.checkpointer import Checkpointer
 from interlace.train.compare import compare
 from interlace.train.environment import describe_environment, describe_plan
-from interlace.train.expert_load import load_values, move_biases
+from interlace.train.expert_load import load_values, move_biases, skew_values
 from interlace.train.fallback import Trial
 from interlace.train.gradient_check import check_gradients
 from interlace.train.metrics import MetricsWriter, step_line
 from interlace.train.model_flops import flops_per_token
 from interlace.train.recorded_steps import (
     LABEL,
+    collective_values,
     proof_rows,
     proof_table,
     record_stages,
     stages_line,
 )
-from interlace.train.renewal import Drift, Renewal
+from interlace.train.renewal import Drift, Renewal, RenewalRequest, why_not
 from interlace.train.session import Session
 
 
@@ -74,6 +75,9 @@ class Trainer:
             self.metrics = MetricsWriter(
                 self.directory, tensorboard=config.output.tensorboard, claim=claims.output
             )
+        asked = self.directory / run_files.RENEW_PLAN
+        self.request = RenewalRequest(asked if session.rank == 0 else None)
+        self.example: Batch | None = None
         self.peak_flops = _peak(config, session.device)
         self.flops_per_token = self._flops_per_token()
         self.checkpoints = Checkpointer(session, self._tell_checkpoint, claims.checkpoints)
@@ -110,9 +114,12 @@ class Trainer:
             if step == config.train.steps or (every and step % every == 0):
                 self.evaluate(step)
             self.checkpoints.after_step(step, self.batches)
-            if agreed(stop, None):
+            stops, renews = agreed_with(stop, wish=self.request.made())
+            if stops:
                 ended = f"stopped by {stop.requested or 'another rank'} after step {step}"
                 break
+            if renews:
+                self._renew_as_asked(step)
         self.checkpoints.finish(step, self.batches)
         self._prove()
         self.write("end", step=step, reason=ended)
@@ -137,6 +144,7 @@ class Trainer:
         runner = session.runners[mode]
         runner.number = step
         batches = self._next_batches()
+        self.example = batches[0]
         began = time.perf_counter_ns()
         timeline, of_stages = None, {}
         if due and step == config.train.steps and session.stages is not None:
@@ -168,6 +176,8 @@ class Trainer:
         if timeline is not None:
             values["exposed_ms"] = timeline.exposed_ns() / 1e6
             values["hidden_fraction"] = timeline.hidden_fraction()
+            values["collectives"] = collective_values(timeline)
+            values |= skew_values(session, runner, timeline, values)
             self._keep(timeline)
             self.last_recorded = timeline
         if self.peak_flops and self.flops_per_token:
@@ -177,25 +187,41 @@ class Trainer:
         say(session, step_line({**values, "steps": config.train.steps}))
         self._judge(mode, step_ns)
         if mode == "2" and not trying and "expert_imbalance" in values:
-            self._renew(step, values["expert_imbalance"], batches[0])
+            self._renew_if_drifted(step, values["expert_imbalance"])
 
-    def _renew(self, step: int, load: float, batch: Batch) -> None:
-        """Plan again, on all ranks, where the load of experts has drifted."""
+    def _renew_if_drifted(self, step: int, load: float) -> None:
+        """Plan again, on all ranks, where the load of experts has."""
         moved = self.drift.add(load)
         if moved is None or self.session.compiled is None:
             return
+        before, now = moved
+        why = f"the busiest expert had {before:.2f} times the mean and has {now:.2f}"
+        self._renew(step, why, load_before=before, load=now)
+
+    def _renew_as_asked(self, step: int) -> None:
+        """Plan again, or say why not: a run that cannot goes on as it is. Whether two strands win
+        is tried again, and load drifts from what it is now."""
+        asked = f"{self.directory / run_files.RENEW_PLAN} was made"
+        if reason := why_not(self.config):
+            self.write("renewal", step=step, asked=True, refused=reason)
+            say(self.session, f"{asked}, but {reason}: the plan stays")
+            return
+        self._renew(step, asked, asked=True)
+        self.trial = Trial(self.config, self.config.strands)
+        self.drift = Drift(self.config.train.renew_plan_at)
+
+    def _renew(self, step: int, why: str, **values: Any) -> None:
+        """Measure on the last micro-batches, and plan again. Collective."""
+        assert self.session.compiled is not None
+        assert self.example is not None
         began = time.perf_counter_ns()
-        plan = Renewal(*self.session.compiled).renew(self.session, batch).plan
+        plan = Renewal(*self.session.compiled).renew(self.session, self.example).plan
         if self.session.rank == 0:
             self.claims.output.check()
             describe_plan(self.session, self.directory)
-        seconds, (before, now) = (time.perf_counter_ns() - began) / 1e9, moved
-        self.write("renewal", step=step, load_before=before, load=now, plan=plan.digest)
-        say(
-            self.session,
-            f"the busiest expert had {before:.2f} times the mean and has {now:.2f}: planned again "
-            f"in {seconds:.1f} s{self._predicted()}",
-        )
+        seconds = (time.perf_counter_ns() - began) / 1e9
+        self.write("renewal", step=step, **values, plan=plan.digest)
+        say(self.session, f"{why}: planned again in {seconds:.1f} s{self._predicted()}")
 
     def _judge(self, mode: StrandsChoice, step_ns: int) -> None:
         verdict = self.trial.add(mode, step_ns)

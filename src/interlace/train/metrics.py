@@ -13,6 +13,7 @@ from interlace.claims import Claim
 from interlace.errors import InputError, RunError
 from interlace.model_config import ModelConfig, expert_width_of, head_size_of
 from interlace.run_files import METRICS, TENSORBOARD, change_each
+from interlace.text import size
 
 COLUMNS = 80
 """Of a terminal as it opens; longer lines wrap in the middle of a number."""
@@ -52,7 +53,7 @@ def step_line(values: Mapping[str, Any]) -> str:
     further one, below the first field. A field that is absent or None is left out.
 
     Keys: step, steps, loss, tokens_per_s, step_ms, lr, grad_norm, mfu (0..1), expert_imbalance,
-    exposed_ms and bubble_fraction. Others are ignored.
+    exposed_ms, bubble_fraction, and of collectives the all-to-alls. Others are ignored.
     """
     begin = ""
     if (step := values.get("step")) is not None:
@@ -81,7 +82,18 @@ def _fields(values: Mapping[str, Any]) -> list[str]:
         parts.append(f"exposed {_ms(exposed_ms)}{share}")
     if (bubble := values.get("bubble_fraction")) is not None:
         parts.append(f"bubble {100 * bubble:.1f} %")
+    if exchanges := _all_to_alls(values.get("collectives", {})):
+        sent, waited_ms = exchanges
+        parts.append(f"all-to-all {size(sent)}, exposed {_ms(waited_ms)}")
     return parts
+
+
+def _all_to_alls(collectives: Mapping[str, Mapping[str, float]]) -> tuple[int, float] | None:
+    """(bytes, ms in which the rank waited) of all links together; None if there were none."""
+    found = [each for name, each in collectives.items() if name.startswith("all_to_all.")]
+    if not found:
+        return None
+    return int(sum(each["bytes"] for each in found)), sum(each["exposed_ms"] for each in found)
 
 
 def _present(values: Mapping[str, Any], fields: list[tuple[str, str]]) -> list[str]:
@@ -125,7 +137,8 @@ class MetricsWriter:
     def write(self, event: str, **values: Any) -> None:
         """One line {"event", "unix_time_s", **values}; NaN and infinity as strings.
 
-        An event with a `step` also sends its numbers to TensorBoard, as event/key.
+        An event with a `step` also sends its numbers to TensorBoard: as event/key, those within
+        a table as event/key/key, and a list of numbers as a histogram.
         """
         if self._claim is not None:
             self._claim.check()
@@ -135,7 +148,8 @@ class MetricsWriter:
         try:
             self._append(line.encode() + b"\n")
             if self._tensorboard is not None and "step" in values:
-                self._mirror(event, values)
+                step = values.pop("step")
+                self._mirror(event, values, step)
         except OSError as error:
             raise self._lost(error) from error
 
@@ -162,16 +176,27 @@ class MetricsWriter:
         while data:
             data = data[self._file.write(data) :]
 
-    def _mirror(self, event: str, values: Mapping[str, Any]) -> None:
+    def _mirror(self, prefix: str, values: Mapping[str, Any], step: int) -> None:
+        import numpy as np  # noqa: PLC0415  TensorBoard needs it, nothing else here
+
         for key, value in values.items():
-            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                self._tensorboard.add_scalar(f"{event}/{key}", value, values["step"])
+            name = f"{prefix}/{key}"
+            if isinstance(value, Mapping):
+                self._mirror(name, value, step)
+            elif isinstance(value, list) and value and all(map(_is_number, value)):
+                self._tensorboard.add_histogram(name, np.array(value), step)
+            elif _is_number(value):
+                self._tensorboard.add_scalar(name, value, step)
 
     def _lost(self, error: OSError) -> RunError:
         return RunError(
             f"cannot write {self.path}: {error.strerror or error}",
             hint="free some space, or set output.directory to another folder",
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _summary_writer() -> Any:

@@ -54,6 +54,21 @@ def record_stages(
     }
 
 
+def collective_values(timeline: Timeline) -> dict[str, dict[str, float]]:
+    """What metrics say of the collectives of a recorded step of this rank, by kind and link
+    (`all_to_all.ep`): how many, their bytes, and for how many ms they kept the link busy and the
+    rank waiting. Bytes of exchanges of experts are nominal, those of balanced routing."""
+    return {
+        f"{row.kind}.{row.lane}": {
+            "count": row.count,
+            "bytes": row.bytes,
+            "busy_ms": row.busy_ns / 1e6,
+            "exposed_ms": row.exposed_ns / 1e6,
+        }
+        for row in timeline.collective_rows()
+    }
+
+
 def proof_rows(
     plan: Plan,
     graphs: Mapping[str, OpGraph],

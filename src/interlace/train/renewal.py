@@ -1,13 +1,17 @@
-"""A plan made again when the load of experts has drifted away from the one that it was made for.
+"""A plan made again, between two steps of all ranks: when the load of experts has drifted away from
+the one that it was made for, or when a user asks for it.
 
-Costs are measured in real steps with real routing, so a plan is one for the load of its time. All
-ranks know the same load, and so they begin together, between two steps.
+Costs are measured in real steps with real routing, so a plan is one for the load, the links and the
+machine of its time. All ranks know the same load, and so they begin together; that a user has asked
+the first rank sees, and the others learn it with the wish to stop (`ranks.signals`).
 """
 
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 from interlace.compiled import Compilation
+from interlace.config import RunConfig
 from interlace.ranks.agree import check_agreement
 from interlace.runtime.executor import Batch
 from interlace.runtime.user_module import Constants
@@ -68,3 +72,38 @@ class Renewal:
         new.losses, new.number = old.losses, old.number
         session.runners["2"] = new
         return new
+
+
+class RenewalRequest:
+    """The file by which a user asks a run to measure and plan again, looked for by one rank."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path` is None on the ranks that do not look. One that is there already was for an
+        earlier run, and is removed."""
+        self._path = path
+        self.made()
+
+    def made(self) -> bool:
+        """Whether the file was made since the last look; it is taken away. A file that cannot be
+        taken away asks once."""
+        if self._path is None or not self._path.exists():
+            return False
+        try:
+            self._path.unlink()
+        except OSError:
+            self._path = None
+        return True
+
+
+def why_not(config: RunConfig) -> str:
+    """Why a run cannot measure and plan again, in words; empty if it can."""
+    plan = config.plan
+    for name, value, wrong in (
+        ("strands", config.strands, config.strands != "2"),
+        ("parallel.pipeline", config.parallel.pipeline, config.parallel.pipeline > 1),
+        ("plan.file", plan.file, plan.file),
+        ("plan.cluster", plan.cluster, plan.cluster),
+    ):
+        if wrong:
+            return f"only two strands by measured times are planned again, and {name} = {value!r}"
+    return ""
