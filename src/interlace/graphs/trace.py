@@ -21,12 +21,7 @@ from interlace.graphs.capture_settings import tensors_put_back, without_fused_re
 from interlace.graphs.joint import Joint, input_of
 from interlace.graphs.python_reads import BlockReads, Reads
 from interlace.graphs.ragged import refuse_sizes
-from interlace.graphs.torch_private import (
-    Forward,
-    LazyGraphModule,
-    capture_forward,
-    capture_joint,
-)
+from interlace.graphs.torch_private import Forward, LazyGraphModule, capture_forward, capture_joint
 from interlace.graphs.trace_errors import (
     explained,
     refuse_collectives,
