@@ -88,9 +88,10 @@ def _module(case: str, mesh: DeviceMesh, *, recomputed: bool) -> nn.Module:
 
 def _bits(module: nn.Module, mesh: DeviceMesh, **options: Any) -> tuple[list[Tensor], Any]:
     draw = torch.Generator().manual_seed(mesh.get_rank())
+    pull = torch.ones((), dtype=torch.double)
     inputs = [torch.randn(SHAPE, dtype=torch.double, generator=draw) for _ in range(MICRO_BATCHES)]
-    step = compile_step(module, output, (inputs[0],), mesh=mesh, config=PLAN, **options)
-    loss = step([(each,) for each in inputs])
+    step = compile_step(module, output, (inputs[0], pull), mesh=mesh, config=PLAN, **options)
+    loss = step([(each, pull) for each in inputs])
     found = [loss, *(each[0] for each in step.results)]
     return found + [p.grad for p in module.parameters() if p.grad is not None], step
 
