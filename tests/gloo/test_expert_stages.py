@@ -62,12 +62,12 @@ CASES: dict[int, list[tuple[str, Layout]]] = {
         ("one_f_one_b", EIGHT),
         ("one_f_one_b", {"parallel.data_shard": 4}),
         ("one_f_one_b", {"parallel.data_shard": 4, "parallel.zero": 1}),
-        ("one_f_one_b", {**EIGHT, "parallel.expert": 1}),
     ],
 }
 if os.environ.get("INTERLACE_EXPERTS") == "all":
     CASES[8] += [
         ("one_f_one_b", {**EIGHT, "parallel.zero": 1}),
+        ("one_f_one_b", {**EIGHT, "parallel.expert": 1}),
         ("one_f_one_b", {**EIGHT, "parallel.expert": 1, "parallel.zero": 1}),
         ("one_f_one_b", {"parallel.data_shard": 4, "parallel.expert": 4}),
         ("one_f_one_b", {"parallel.data_shard": 4, "parallel.expert": 4, "parallel.zero": 1}),

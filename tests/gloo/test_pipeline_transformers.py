@@ -74,6 +74,11 @@ def eager(
     return {**found, "losses": torch.stack(losses).detach()}
 
 
+def models_of(ranks: int) -> list[Any]:
+    """Two ranks have two chunks each, so that T5 has far edges; on four it takes half a minute."""
+    return [each for each in MODELS if ranks == 2 or each[0] is not t5]
+
+
 def of_transformers(schedule: str) -> dict[str, Any]:
     """By model: the gradients that this rank has, whether they are eager's within 1e-10, and which
     chunks hand something to which."""
@@ -81,7 +86,7 @@ def of_transformers(schedule: str) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
         batches = tokens(4)
         found: dict[str, Any] = {}
-        for make, loss_fn in MODELS:
+        for make, loss_fn in models_of(dist.get_world_size()):
             right = eager(make(), loss_fn, batches)
             module = make()
             step = interlace.compile_step(
@@ -111,10 +116,11 @@ def test_unmodified_models(schedule: str, ranks: int) -> None:
     it, and their gradients back."""
     results = run_ranks("test_pipeline_transformers:of_transformers", ranks, args=[schedule],
                         timeout_s=200)  # fmt: skip
-    for make, _ in MODELS:
+    for make, _ in models_of(ranks):
         of_ranks = [result.value[make.__name__] for result in results]
         assert all(each["near"] and each["norms"] for each in of_ranks), make.__name__
         assert sorted({n for each in of_ranks for n in each["own"]}) == of_ranks[0]["all"]
         assert all(0 < len(each["own"]) < len(each["all"]) for each in of_ranks)
-    far = [edge for edge in results[0].value["t5"]["edges"] if edge[1] - edge[0] > 1]
-    assert far, results[0].value["t5"]["edges"]
+    if ranks == 2:
+        edges = results[0].value["t5"]["edges"]
+        assert any(to - source > 1 for source, to in edges), edges
