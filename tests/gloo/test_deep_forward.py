@@ -209,18 +209,18 @@ def test_a_block_that_tells_more_than_it_gives(way: str) -> None:
 
 
 class Handing(Block):
-    """A block of two results, one of which it hands on as it got it."""
+    """A block of several results, all but one of which it hands on as it got them."""
 
-    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(x + bias), bias
+    def forward(self, x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return super().forward(x + given[0]), *given
 
 
 class HandingNet(Net):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        out, bias = self.first(x), self.scale * x
+        out, bias, target = self.first(x), self.scale * x, y
         for block in self.blocks:
-            out, bias = block(out, bias)
-        return (self.last(out + bias) - y).square().mean()
+            out, bias, target = block(out, bias, target)
+        return (self.last(out + bias) - target).square().mean()
 
 
 def test_what_blocks_hand_on(monkeypatch: pytest.MonkeyPatch) -> None:

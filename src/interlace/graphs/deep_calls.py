@@ -134,27 +134,26 @@ class _Calls:
                 return self.last[self.nodes[at - self.first + self.second]]
             return now[source]
 
+        call: fx.Node | None = None
         for node in self.nodes[self.second : self.behind]:
             if node.target is left:
                 number = number_of(node) + copy * self.stack.period
                 for way, leaf in _leaves(node.args[1]):
                     out = ("out", number, way)
-                    if leaf in self.inside and leaf not in now:
+                    if self.inside.get(leaf) is call and leaf not in now:
                         now[leaf] = out
                     else:  # handed on as it was
-                        self.deep.equal[out] = read(leaf)
+                        self.deep.equal[out] = self._wanted(leaf, copy, read)
             elif node not in self.inside:
                 now[node] = self._match(node, copy, read)
+                call = node
         self.last = now
 
     def _match(self, node: fx.Node, copy: int, read: Read) -> Key:
         """The next value of the deep forward, if it is computed as this operator of the twin is in
         a period so many periods later. Raises PeriodsDifferError."""
         there = self.deep.next()
-        try:
-            wanted = described(self.twin, node, lambda s: self._expected(s, copy, read))
-        except KeyError as unknown:
-            raise PeriodsDifferError(f"{node.name} reads {unknown} inside a block") from None
+        wanted = described(self.twin, node, lambda source: self._wanted(source, copy, read))
         found = self.deep.described(there)
         if node.target is entered and there.target is stand_in:
             number = number_of(node) + copy * self.stack.period
@@ -167,10 +166,13 @@ class _Calls:
             )
         return self.deep.key(there)
 
-    def _expected(self, source: fx.Node, copy: int, read: Read) -> Key:
-        return (
-            ("input", self._later(str(source.target), copy)) if is_input(source) else read(source)
-        )
+    def _wanted(self, source: fx.Node, copy: int, read: Read) -> Key:
+        if is_input(source):
+            return "input", self._later(str(source.target), copy)
+        try:
+            return read(source)
+        except KeyError:
+            raise PeriodsDifferError(f"{source.name} is read outside of its block") from None
 
     def _later(self, name: str, copy: int) -> str:
         """The name that an input of a block of the twin has in the deep forward, so many periods
