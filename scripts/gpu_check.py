@@ -102,7 +102,8 @@ def bench_command(bench: str, path: Path) -> list[str]:
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """Of a test or bench: the sources of this checkout, and settings that come before torch's."""
-    paths = [str(ROOT / "src"), str(TESTS), given.get("PYTHONPATH", "")]
+    paths = [str(ROOT / "src"), str(TESTS), str(TESTS.parent / "gloo"), str(TESTS.parent)]
+    paths.append(given.get("PYTHONPATH", ""))
     return {**SETTINGS, **given, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

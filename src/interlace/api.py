@@ -41,6 +41,7 @@ from interlace.ranks.determinism import warn_of_other_bits
 from interlace.runtime.batch_form import BatchForm
 from interlace.runtime.binding import ModuleBinding
 from interlace.runtime.candidates import Candidates, trace_candidates
+from interlace.runtime.cuda_graph import GraphMemory, refuse_capture
 from interlace.runtime.executor import Batch
 from interlace.runtime.fsdp_gradients import GroupGradients
 from interlace.runtime.fsdp_step import mesh_of_fully_shard, sharded_for_step
@@ -91,6 +92,7 @@ def compile_step(
     split_at: Sequence[str] = (),
     stages: Sequence[DeviceMesh] = (),
     wait_s: float = WAIT_S,
+    cuda_graph: bool = False,
 ) -> "Step":
     """A step of `module` whose micro-batches are interleaved in a planned order.
 
@@ -109,15 +111,14 @@ def compile_step(
     builds the module in that of its stage (docs/concepts/stage-layouts.md). `config` says how the
     order is found, `overlap` whether collectives are cut into sends under partial matmuls. Masks of
     dropout follow from torch's seed at this call, step and micro-batch. `per_rank` names plain
-    parameters and buffers of which each rank has its own.
+    parameters and buffers of which each rank has its own. `cuda_graph` captures the kernels of a
+    step once and replays them from then on (docs/guides/gpu.md).
 
-    One strand and two give the same bits; on CUDA only with deterministic kernels: set
-    CUBLAS_WORKSPACE_CONFIG to `:4096:8` and call `torch.use_deterministic_algorithms(True)` before
-    `init_process_group`. Else this call warns, and `step.nondeterminism` has the reasons.
+    One strand and two give the same bits; on CUDA with deterministic kernels only, as
+    docs/guides/gpu.md sets them. Else this call warns, and `step.nondeterminism` has the reasons.
 
-    Collective on the ranks of `mesh`, or else of the default process group; all run the same
-    program. Hold `loss_parallel()` around it if the loss needs that. Raises InputError for what
-    cannot be traced, with module and line, and for inputs on another GPU.
+    Collective on the ranks of `mesh`, or else of the default process group; hold `loss_parallel()`
+    around it if the loss needs that. Raises InputError for what cannot be traced or run, by name.
     """
     check_module(module)
     config, overlap = config or PlanConfig(), overlap or OverlapConfig()
@@ -134,20 +135,20 @@ def compile_step(
         dtype = _type_of_sums(module)
         data = ranks.data(chunk, dtype) if sharded is None else None
         link = ranks.link(chunk, example[0].device, wait_s)
+        memory = _memory_of_graphs(example[0].device, link) if cuda_graph else None
         cluster = machine_of_plan(config, rank_groups(ranks.mesh))
     alike.check_software(loss_fn)
     trace = _trace(chunk, example, ranks.mesh, data, dtype, sharded)
     decompose = decompose_of(overlap, example[0].device, cluster)
-    candidates = _candidates(trace, decompose, overlap, found, ranks, split_at)
-    whole = candidates.whole
+    whole = (candidates := _candidates(trace, decompose, overlap, found, ranks, split_at)).whole
     with refused_together(ranks.group):
         binding = _bound(chunk, whole, example[0].device, sharded)
     alike.check_traced(whole)
     gradients = _gradients(chunk, whole, dtype, ranks)
-    times = _times(config, example, gradients.constants, ranks.group, cluster)
+    times = _times(config, example, gradients.constants, ranks.group, cluster, memory)
     compilation = Compilation(candidates, _settings(config, overlap, whole, data), times)
-    tensors = UserModule(chunk, gradients, binding, form, alike, sharded, replicas)
-    return _step(compilation, found, tensors, data_rank_of(ranks.mesh, whole), link, ranks)
+    own = UserModule(chunk, gradients, binding, form, alike, sharded, replicas)
+    return _step(compilation, found, own, link, ranks, memory)
 
 
 def clip_grad_norm_(step: Step, max_norm: float) -> Tensor:
@@ -313,17 +314,23 @@ def _settings(
     return StepSettings(plan=config, overlap=overlap, limits=limits)
 
 
+def _memory_of_graphs(device: torch.device, link: StageLink | None) -> GraphMemory:
+    refuse_capture({}, device, is_pipeline=link is not None)
+    return GraphMemory()
+
+
 def _times(
     config: PlanConfig,
     example: Batch,
     constants: Constants,
     group: dist.ProcessGroup | None,
     cluster: ClusterMachine | None,
+    captured_in: GraphMemory | None,
 ) -> StartUpTimes:
     say = logging.getLogger("interlace").warning
     return StartUpTimes(
         example=example, constants=constants, plan=config, link=LinkConfig(), say=say,
-        group=group, cluster=cluster,
+        group=group, cluster=cluster, cuda_graph=captured_in is not None,
     )  # fmt: skip
 
 
@@ -331,11 +338,12 @@ def _step(
     compilation: Compilation,
     schedule: Schedule,
     tensors: UserModule,
-    data_rank: int,
     link: StageLink | None,
     ranks: StepRanks,
+    captured_in: GraphMemory | None,
 ) -> Step:
     """The step by this schedule: in traced order, by the user's own plan, or by measured times."""
+    data_rank = data_rank_of(ranks.mesh, compilation.candidates.whole)
     draws = Draws(seed=torch.initial_seed(), data_rank=data_rank)
     if schedule == of_strands(1):
         strands = compilation.candidates.whole
@@ -348,7 +356,7 @@ def _step(
         link.prepare(strands.handovers)
     step = Step(
         strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link,
-        group=ranks.members,
+        group=ranks.members, captured_in=captured_in,
     )  # fmt: skip
     check_contents(step.contents, group=ranks.members)
     warn_of_other_bits(step.nondeterminism)

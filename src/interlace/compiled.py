@@ -67,6 +67,8 @@ class StartUpTimes:
     """The ranks that run these graphs; None for all of the job."""
     cluster: ClusterMachine | None = None
     """A rank of that cluster, by whose description times are computed and nothing is measured."""
+    cuda_graph: bool = False
+    """Whether the steps will be captured: kernels then do not wait for the host."""
 
     def __call__(self, strands: Strands) -> CostTable:
         """The table of these graphs, the same on all ranks, which see the same cluster file."""
@@ -74,7 +76,8 @@ class StartUpTimes:
         if self.cluster is not None:
             return self.cluster.costs(strands.op_graphs)
         device = self.example[0].device.type
-        machine = machine_id(device, link_label(self.link))
+        issued = ", captured" if self.cuda_graph else ""
+        machine = machine_id(device, link_label(self.link) + issued)
         return cached(
             cache_directory("costs") if self.plan.cache else None,
             machine,
@@ -87,6 +90,7 @@ class StartUpTimes:
                 repeats=self.plan.profile_repeats,
                 machine=machine,
                 group=self.group,
+                ahead=self.cuda_graph,
             ),
             say=self.say,
             group=self.group,

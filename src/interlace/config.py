@@ -163,6 +163,9 @@ class TrainConfig:
     """With `budget`: memory for the values that one micro-batch keeps for its backward."""
     reduce_dtype: Dtype = "float32"
     """Type in which data-parallel gradients are summed."""
+    cuda_graph: bool = False
+    """On a GPU: capture the kernels of a step in a CUDA graph, so that the device does not wait for
+    the host. Steps with dropout or experts, and those of a pipeline, cannot be captured."""
     renew_plan_at: float = 0.0
     """Measure and plan again, between two steps, when the load of the busiest expert over the mean
     has moved by more than this share since the plan was made, 0.3 say; 0 for never."""

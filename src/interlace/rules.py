@@ -89,6 +89,7 @@ def check(config: RunConfig) -> None:
             hint='set overlap.decompose to "auto" or a form, or overlap.pieces to 0',
         )
     _check_gradient_check(config)
+    _check_capture(config)
     _check_machine(config)
     if config.watchdog.dead_after_s < 2 * config.watchdog.heartbeat_s:
         raise InputError(
@@ -117,6 +118,22 @@ def check(config: RunConfig) -> None:
             hint="set train.micro_batches to 2 or more (8 hides most), or strands to 1 and "
             "compare.modes to eager,1",
         )
+
+
+def _check_capture(config: RunConfig) -> None:
+    """Refuse what a CUDA graph cannot hold, before anything is traced."""
+    for name, value, wrong in (
+        ("strands", config.strands, config.strands == "eager"),
+        ("parallel.pipeline", config.parallel.pipeline, config.parallel.pipeline > 1),
+        ("model.experts.count", config.model.experts.count, config.model.experts.count > 0),
+        ("model.dropout", config.model.dropout, config.model.dropout > 0),
+    ):
+        if config.train.cuda_graph and wrong:
+            raise InputError(
+                f"train.cuda_graph captures planned steps whose kernels do not depend on what the "
+                f"host reads, and {name} = {value!r}",
+                hint=f"set train.cuda_graph to false, or change {name}",
+            )
 
 
 def check_renewal(config: RunConfig) -> None:

@@ -18,6 +18,7 @@ from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline
 from interlace.ranks.agree import Content
 from interlace.ranks.determinism import nondeterminism
+from interlace.runtime.cuda_graph import CapturedSteps, GraphMemory, refuse_capture
 from interlace.runtime.eager_check import StepComparison, compare_with_eager
 from interlace.runtime.executor import Batch, StepExecutor
 from interlace.runtime.pipeline_executor import PipelineExecutor
@@ -105,10 +106,12 @@ class Step:
         costs: CostTable | None = None,
         link: StageLink | None = None,
         group: dist.ProcessGroup | None = None,
+        captured_in: GraphMemory | None = None,
     ) -> None:
         """`schedule` is looked up by the plan's name if it is not given; `link` leads to the other
-        ranks of a pipeline, and `group` has the ranks of the step, if they are not all. Raises
-        InputError for a plan that cannot run."""
+        ranks of a pipeline, and `group` has the ranks of the step, if they are not all. With
+        `captured_in` steps are CUDA graphs, in that memory. Raises InputError for a plan that
+        cannot run, and for a step that cannot be captured."""
         self.strands = strands
         self.plan = plan
         self.costs = costs
@@ -124,6 +127,10 @@ class Step:
         self._recorded: Timeline | None = None
         self._device = next(iter(tensors.constants.values())).device
         self.nondeterminism = nondeterminism(self._device)
+        self._captured: CapturedSteps | None = None
+        if captured_in is not None:
+            refuse_capture(strands.graphs, self._device, is_pipeline=link is not None)
+            self._captured = CapturedSteps(self.executor, captured_in)
 
     def __repr__(self) -> str:
         """Its schedule, its graphs, what the plan expects of each phase, and what the last recorded
@@ -252,6 +259,8 @@ class Step:
         if isinstance(self.tensors, UserModule) and isinstance(other.tensors, UserModule):
             self.tensors.share_sums(other.tensors)
             self._rebind()
+            if self._captured is not None and other.captured_in is not None:
+                self._captured.memory = other.captured_in
 
     def record_pipeline(self, micro_batches: Sequence[Any]) -> PipelineRecord:
         """The same step of a pipeline, with the times of the actions of all ranks, and the step
@@ -301,7 +310,13 @@ class Step:
         )
 
     def _run(self, micro_batches: Sequence[Batch], recorder: Recorder | None) -> Tensor:
-        self.losses = self.executor.step(self._begin(micro_batches), recorder)
+        batches = self._begin(micro_batches)
+        if self._captured is None:
+            self.losses = self.executor.step(batches, recorder)
+        elif recorder is None:
+            self.losses = self._captured.step(batches)
+        else:
+            self.losses = self._captured.record(batches, recorder)
         self.tensors.finish()
         return torch.stack(self.losses).mean()
 
@@ -324,6 +339,13 @@ class Step:
 
     def _rebind(self) -> None:
         self.executor.rebind({**self.strands.buffers(), **self.tensors.constants})
+        if self._captured is not None:
+            self._captured.forget()
+
+    @property
+    def captured_in(self) -> GraphMemory | None:
+        """The memory of its CUDA graphs; None if it runs operator by operator."""
+        return None if self._captured is None else self._captured.memory
 
     @cached_property
     def _clock(self) -> Clock:

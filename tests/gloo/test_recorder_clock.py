@@ -67,7 +67,7 @@ def flight(monkeypatch: pytest.MonkeyPatch) -> InFlight:
     """Collectives as on NCCL."""
     found = InFlight()
     monkeypatch.setattr(collectives, "process_group", lambda name: name)
-    monkeypatch.setattr(collectives, "_on_gloo", lambda *_: False)
+    monkeypatch.setattr(collectives, "on_gloo", lambda *_: False)
     names = ("all_gather_single", "all_gather_into_tensor", "all_to_all_single")
     for name in (*names, "reduce_scatter_single", "reduce_scatter_tensor"):
         monkeypatch.setattr(dist, name, found.start, raising=False)

@@ -18,14 +18,16 @@ from interlace.train.opening import open_session
 from interlace.train.rank_job import job_of_rank
 
 
-def configuration(*, quick: bool, on_gpu: bool) -> RunConfig:
-    """The run that is compared."""
+def configuration(*, quick: bool, on_gpu: bool, captured: bool = False) -> RunConfig:
+    """The run that is compared; `captured` makes steps of strands CUDA graphs."""
     base = RunConfig(compare=CompareConfig(steps=3 if quick else 8), plan=PlanConfig(cache=False))
     if on_gpu:
         model = ModelConfig(
             layers=2 if quick else 4, width=4096, heads=32, kv_heads=8, ffn_width=14336
         )
-        train = TrainConfig(micro_batches=4, micro_batch_size=1, dtype="bfloat16", steps=1)
+        train = TrainConfig(
+            micro_batches=4, micro_batch_size=1, dtype="bfloat16", steps=1, cuda_graph=captured
+        )
         return replace(
             base, model=model, train=train, data=replace(base.data, sequence_length=4096)
         )
@@ -34,9 +36,15 @@ def configuration(*, quick: bool, on_gpu: bool) -> RunConfig:
 
 
 def measure(*, quick: bool) -> list[ResultRow]:
-    """Rows for one and for two strands. Needs no second process."""
+    """Rows for one and for two strands, on a GPU as CUDA graphs too. Needs no second process."""
     on_gpu = torch.cuda.is_available()
-    config = configuration(quick=quick, on_gpu=on_gpu)
+    rows = _measure(configuration(quick=quick, on_gpu=on_gpu))
+    if on_gpu:
+        rows += _measure(configuration(quick=quick, on_gpu=on_gpu, captured=True))
+    return rows
+
+
+def _measure(config: RunConfig) -> list[ResultRow]:
     with process_group(deterministic=config.train.deterministic):
         session = open_session(job_of_rank(config))
         source = session.dataset.batches(config.train.micro_batch_size)
@@ -46,7 +54,8 @@ def measure(*, quick: bool) -> list[ResultRow]:
         ]
         summary, _ = compare(session, steps, lambda _: None)
     modes = summary["modes"]
-    case = f"width {config.model.width} {config.train.dtype}"
+    how = ", captured" if config.train.cuda_graph else ""
+    case = f"width {config.model.width} {config.train.dtype}{how}"
     eager = modes["eager"]["step_ms"][1:]
     rows = [
         speedup(case, "one_strand_vs_eager", modes["1"]["step_ms"][1:], eager),

@@ -1,6 +1,6 @@
 """Two strands on one device as a rank of an imagined cluster: real kernels, modelled collectives.
 
-Five runs of the same steps take turns: eager, one strand and two strands with the cluster's
+Four runs of the same steps take turns: eager, one strand and two strands with the cluster's
 collective times, and two strands whose collectives take no time, which is the most that hiding
 can reach. Llama layers of the width of a published model, split over `world` ranks by tensor and
 sequence parallelism; this process is rank 0. MFU is that of the graphs of a step, without gradient
@@ -35,6 +35,7 @@ from interlace.ir.timeline import Timeline
 from interlace.lab.imagined_world import ImaginedWorld, imagined_world
 from interlace.ranks.device import device_type
 from interlace.runtime.executor import Batch
+from interlace.step import Step
 from interlace.train.compare import compare
 from interlace.train.metrics import model_flops_per_token
 from interlace.train.opening import open_session
@@ -93,11 +94,14 @@ class ImaginedCase:
     layers: int
     slower: float
     steps: int
+    captured: bool = False
+    """Whether steps of strands are CUDA graphs; eager steps never are."""
 
     @property
     def name(self) -> str:
         """Label of the rows."""
-        return f"{self.model} x {self.layers} layers, {self.cluster}, world {self.world}"
+        how = ", captured" if self.captured else ""
+        return f"{self.model} x {self.layers} layers, {self.cluster}, world {self.world}{how}"
 
 
 def configuration(case: ImaginedCase, *, on_gpu: bool) -> RunConfig:
@@ -127,6 +131,7 @@ def configuration(case: ImaginedCase, *, on_gpu: bool) -> RunConfig:
             micro_batch_size=1,
             dtype="bfloat16" if on_gpu else "float32",
             steps=1,
+            cuda_graph=case.captured,
         ),
         plan=PlanConfig(cache=False, profile_repeats=3),
         compare=CompareConfig(steps=case.steps, memory=True),
@@ -142,7 +147,8 @@ def measure(case: ImaginedCase) -> tuple[list[ResultRow], str]:
         cluster, case.world, slower=case.slower, compile_kernel=compile_elementwise
     ) as world:
         session = open_session(job_of_rank(config))
-        runners = {**session.runners, FREE: FreeTransfers(session.runners["2"], world)}
+        free = FreeTransfers(_own_capture(session.runners["2"]), world)
+        runners = {**session.runners, FREE: free}
         modes = (*config.compare.modes, FREE)
         config = replace(config, compare=replace(config.compare, modes=modes))
         session = replace(session, runners=runners, job=replace(session.job, config=config))
@@ -155,7 +161,21 @@ def measure(case: ImaginedCase) -> tuple[list[ResultRow], str]:
         label = world.label
     if not (summary["losses_identical"] and summary["weights_identical"]):
         raise RunError("one strand and two strands gave different bits in the imagined world")
-    return rows_of(case.name, summary, _step_flops(config), _peak(config, on_gpu=on_gpu)), label
+    rows = rows_of(case.name, summary, _step_flops(config), _peak(config, on_gpu=on_gpu))
+    if case.captured:  # a replay allocates nothing: its memory was taken by the capture
+        rows = [row for row in rows if row.metric != "extra_memory_fraction"]
+    return rows, label
+
+
+def _own_capture(runner: StepRunner) -> StepRunner:
+    """The same step, with CUDA graphs of its own if it has any: a captured collective takes the
+    time that it took when it was captured."""
+    if not isinstance(runner, Step) or runner.captured_in is None:
+        return runner
+    return Step(
+        runner.strands, runner.plan, runner.tensors, costs=runner.costs,
+        captured_in=runner.captured_in,
+    )  # fmt: skip
 
 
 def _step_flops(config: RunConfig) -> float:
@@ -193,6 +213,7 @@ def rows_of(
         single("hidden_fraction", two["hidden_fraction"], eager["hidden_fraction"]),
         single("overlap_effectiveness", _effectiveness(two), _effectiveness(eager)),
         single("communication_over_compute", one["communication_ms"], one["compute_ms"]),
+        single("predicted_over_measured", two["predicted_ms"], median(two["graph_ms"][1:])),
     ]
     if peak is not None:
         mfu = [step_flops / peak / (median(m["graph_ms"][1:]) / 1e3) for m in (two, eager)]
@@ -220,13 +241,20 @@ def write(path: str) -> None:
     """Measure 8B, 39B and 70B width in full and write JSON; used where only torch is installed."""
     rows, labels = [], set()
     cluster = preset_for(torch.cuda.get_device_name())
-    for model in ("8b", "39b", "70b"):
-        found, label = measure(
-            ImaginedCase(cluster=cluster, world=8, model=model, layers=2, slower=1.0, steps=6)
+    for model, captured in (("8b", False), ("8b", True), ("39b", True), ("70b", True)):
+        case = ImaginedCase(
+            cluster=cluster, world=8, model=model, layers=2, slower=1.0, steps=6, captured=captured
         )
+        found, label = measure(case)
         rows += found
         labels.add(label)
     write_json(Path(path), "imagined", environment(" and ".join(sorted(labels))), rows)
+
+
+def _is_yes(word: str, *, usual: bool) -> bool:
+    if word not in ("", "yes", "no"):
+        raise InputError(f"--captured {word} is neither yes nor no", hint="say yes or no")
+    return word == "yes" if word else usual
 
 
 def run(
@@ -238,9 +266,10 @@ def run(
     model: str = "",
     layers: int = 2,
     slower: float = 0.0,
+    captured: str = "",
 ) -> int:
-    """Measure one case, print the table, write JSON if asked. An empty `model` and a `slower` of 0
-    take what suits the device."""
+    """Measure one case, print the table, write JSON if asked. An empty `model`, a `slower` of 0 and
+    an empty `captured` (`yes` or `no`: steps as CUDA graphs) take what suits the device."""
     from interlace.report.tables import bench_table  # noqa: PLC0415  not where only torch is
 
     on_gpu = device_type() == "cuda"
@@ -251,6 +280,7 @@ def run(
         layers=layers,
         slower=slower or (1.0 if on_gpu else SLOWER_ON_CPU),
         steps=3 if quick else 6,
+        captured=_is_yes(captured, usual=on_gpu),
     )
     rows, label = measure(case)
     print(label)

@@ -56,9 +56,10 @@ def _started(work: dist.Work | None) -> dist.Work:
     return cast("dist.Work", work)  # async_op=True gives a work
 
 
-def _on_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
+def on_gloo(device_type: str, group: dist.ProcessGroup) -> bool:
+    """Whether gloo, a library of the host, sends what a group has on devices of this type."""
     # get_backend says "undefined" for a group that was made without naming one.
-    return f"{x.device.type}:gloo" in dist.get_backend_config(group).split(",")
+    return f"{device_type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def wait(pending: Pending) -> Tensor:
@@ -71,7 +72,7 @@ def all_gather(x: Tensor, group_size: int, group_name: str) -> Pending:
     """[n, ...] per rank -> [group_size * n, ...]."""
     output = x.new_empty((x.shape[0] * group_size, *x.shape[1:]))
     group, x = process_group(group_name), x.contiguous()
-    if _on_gloo(x, group):
+    if on_gloo(x.device.type, group):
         messages = exchange(output, [x.shape[0]] * group_size, [x] * group_size, group)
         return Pending(output, messages, group_name, x)
     # torch 2.13 renamed the call; the old name warns there and the new one is unknown to 2.11.
@@ -92,7 +93,7 @@ def reduce_scatter(
     """
     group = process_group(group_name)
     rows = x.shape[0] // group_size
-    if _on_gloo(x, group):
+    if on_gloo(x.device.type, group):
         buffer = _writable(x, consume=consume)
         work = dist.all_reduce(buffer, op=_REDUCE[reduce], group=group, async_op=True)
         part = buffer.narrow(0, group.rank() * rows, rows)
@@ -117,7 +118,7 @@ def all_to_all(
     """Rows are cut by `input_splits`; piece i goes to rank i."""
     output = x.new_empty((sum(output_splits), *x.shape[1:]))
     group, x = process_group(group_name), x.contiguous()
-    if _on_gloo(x, group):
+    if on_gloo(x.device.type, group):
         messages = exchange(output, output_splits, x.split(input_splits), group)
         return Pending(output, messages, group_name, x)
     work = dist.all_to_all_single(

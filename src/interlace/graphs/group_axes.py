@@ -6,11 +6,13 @@ new names, and a module keeps those of the mesh on which it was laid out.
 
 from collections.abc import Collection, Mapping
 
-from torch import fx
+from torch import Tensor, fx
 
 from interlace.errors import InputError
-from interlace.graphs.collectives import group_of, is_collective, kind_of_collective
+from interlace.graphs.collectives import group_of, is_collective, kind_of_collective, on_gloo
 from interlace.graphs.spread import GlobalRanks, ranks_of
+from interlace.graphs.torch_private import process_group
+from interlace.ir.graph import Kind
 
 
 def axes_of_groups(
@@ -21,6 +23,8 @@ def axes_of_groups(
     found = dict(axis_of_group)
     by_ranks: dict[GlobalRanks, str] = {}
     nodes = [node for graph in graphs for node in graph.nodes if is_collective(node)]
+    for node in nodes:
+        _refuse_gloo_on_device(node)
     used = [(group_of(node), str(kind_of_collective(node.target, node.args))) for node in nodes]
     for group, what in (*used, *((each, "weights of fully_shard") for each in others)):
         if group in found:
@@ -32,6 +36,19 @@ def axes_of_groups(
             raise _on_no_axis(what, ranks, by_ranks)
         found[group] = by_ranks[ranks]
     return found
+
+
+def _refuse_gloo_on_device(node: fx.Node) -> None:
+    """Only sums are safe: torch 2.11 takes device memory for the host's in an all-gather over gloo,
+    and the process ends in a segmentation fault."""
+    value, kind = node.meta.get("val"), kind_of_collective(node.target, node.args)
+    if not isinstance(value, Tensor) or value.device.type != "cuda" or kind is Kind.ALL_REDUCE:
+        return
+    if on_gloo("cuda", process_group(group_of(node))):
+        raise InputError(
+            f"gloo is to send what is in the memory of a GPU ({kind})",
+            hint='init_process_group("cpu:gloo,cuda:nccl") takes NCCL for that',
+        )
 
 
 def _on_no_axis(kind: str, ranks: GlobalRanks, by_ranks: Mapping[GlobalRanks, str]) -> InputError:

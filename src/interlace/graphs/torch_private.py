@@ -25,6 +25,7 @@ docs/new-torch.md says with which versions of torch it was tested.
     attributes of its schedules and stages       those that `pipelining.overlap_checks` looks for
     nn.parallel.DistributedDataParallel._comm_hooks, ._join_config; _st_info of its parameters
     cuda.jiterator._create_jit_fn            an element-wise CUDA kernel from its source
+    cuda._sleep                              a kernel that does nothing for a while
 
 The exit stack given to the joint export must be closed before anything real runs: until then its
 fake mode is active. A DTensor input becomes two placeholders, its local tensor and its mesh.
@@ -381,3 +382,8 @@ def gloo_timeout(group: dist.ProcessGroup) -> timedelta:
 def compile_elementwise(source: str) -> Callable[..., Tensor]:
     """A function of CUDA tensors from a C++ function template, which torch compiles when called."""
     return torch.cuda.jiterator._create_jit_fn(source)
+
+
+def occupy_device(time_ns: float) -> None:
+    """Keep the current stream busy for about this long, at the 2 GHz of an H100."""
+    torch.cuda._sleep(int(2 * time_ns))

@@ -6,7 +6,7 @@ in steps of about a microsecond; a count of processor cycles would stretch when 
 its clock under load. The spinning kernel has a block per multiprocessor that NCCL would hold, with
 40 KiB of shared memory each, so that matmuls which need most of it run on the others.
 
-The stream has high priority, as NCCL's has. Nothing here has run on a GPU yet.
+The stream has high priority, as NCCL's has.
 """
 
 from collections.abc import Callable

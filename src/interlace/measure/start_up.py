@@ -80,9 +80,12 @@ def open_profiler(
     device_type: str,
     constants: Mapping[tuple[str, str], Tensor],
     group: dist.ProcessGroup | None = None,
+    *,
+    ahead: bool = False,
 ) -> Profiler:
     """A profiler of this chunk on the ranks of `group`. Gradients go to scratch copies of those in
-    `constants`; a rank of a pipeline has none for the weights of other stages."""
+    `constants`; a rank of a pipeline has none for the weights of other stages. With `ahead` times
+    are those of a device that never waits for the host, as in a CUDA graph."""
     device = next(iter(constants.values())).device
     scratch = {
         (binding.role, binding.target): zeros_for(node.meta["val"], device)
@@ -95,7 +98,7 @@ def open_profiler(
         batch = (*batch, seeds_for(0, step=0, micro_batch=0))
     executor = strands.executor(strands.sequential, scratch)
     executor.lowered = lower_plan(strands.parts, strands.sequential, late_waits=False)
-    return Profiler(strands, executor, batch, clock_for(device_type, group))
+    return Profiler(strands, executor, batch, clock_for(device_type, group, ahead=ahead))
 
 
 def zeros_for(like: Tensor, device: torch.device) -> Tensor:
@@ -112,11 +115,13 @@ def profile_strands(
     repeats: int,
     machine: str,
     group: dist.ProcessGroup | None = None,
+    ahead: bool = False,
 ) -> CostTable:
     """What a training run measures at start-up: every operator and collective alone, and how
     much the kinds that take most of the time slow each other down. What is noisy is measured
-    again, a few times. Collective on `group`, the ranks that run these graphs."""
-    profiler = open_profiler(strands, batch, device_type, constants, group)
+    again, a few times. Collective on `group`, the ranks that run these graphs; `ahead` as of
+    `open_profiler`."""
+    profiler = open_profiler(strands, batch, device_type, constants, group, ahead=ahead)
 
     def alone() -> CostTable:
         return measure(

@@ -6,6 +6,7 @@ chunks.py             graphs of a model cut into those of its chunks, which rank
 stage_gathers.py      weights that the chunks of a stage gather
 handovers.py          what chunks hand to each other
 executor.py           one optimizer step, action by action, operators issued in plan order
+cuda_graph.py         a step captured as a CUDA graph, and replayed
 pipeline_executor.py  the same on a rank of a pipeline, with what it sends and receives
 pipeline_record.py    what all ranks of a pipeline did in a step, and what was predicted
 split_places.py       where chunks begin if nobody says so, for any layout

@@ -18,6 +18,7 @@ from torch import fx
 
 from interlace.graphs.collectives import Pending, wait
 from interlace.graphs.lower import Lowered
+from interlace.graphs.torch_private import occupy_device
 from interlace.ir.actions import shown, strand
 from interlace.ir.graph import COMPUTE_LANE, OpGraph
 from interlace.ir.timeline import WAIT, Span, Timeline
@@ -27,6 +28,12 @@ SETTLE_S = 5.0
 a callback that is about to run."""
 _SETTLE_TICK_S = 0.0005
 """Seconds between two looks at whether they have; a choice."""
+ISSUE_NS = 150_000
+"""Time, in ns, that recorded calls, collectives among them, take the host at most where it is to
+get ahead of a device; a choice: 50 to 70 us for an operator were seen beside an H200."""
+_HELD_CALLS = 200
+"""Calls after which the device is held again: a stream takes about 1,000 entries before the host
+must wait, and a recorded call makes three or four."""
 
 
 class Clock(Protocol):
@@ -51,6 +58,15 @@ class Clock(Protocol):
     def settle(self) -> None:
         """Wait until no `sink` will be called any more, for `SETTLE_S` at most. Call it when all
         collectives have been waited for."""
+        ...
+
+    def hold(self, calls: int) -> None:
+        """Before so many calls are timed: let the host get ahead of the device, if this clock is
+        for steps in which the device never waits for the host."""
+        ...
+
+    def rejoin(self) -> None:
+        """Make the current stream wait for all that stamps; the end of a capture needs it."""
         ...
 
     def nanoseconds(self, stamp: Any) -> int:
@@ -106,6 +122,12 @@ class HostClock:
                 return
             time.sleep(_SETTLE_TICK_S)
 
+    def hold(self, calls: int) -> None:
+        """Nothing: the host is the device."""
+
+    def rejoin(self) -> None:
+        """Nothing: there is no stream."""
+
     def nanoseconds(self, stamp: int) -> int:
         """The stamp itself."""
         return stamp
@@ -118,7 +140,8 @@ class CudaClock:
     A stream does one thing after the other, as NCCL does with the collectives of one group. With
     one stream for all groups a short collective would seem to end after an earlier, longer one of
     another group. Streams are handed out from pools, one per priority, and the next in turn may be
-    one that is in use; NCCL's come from those of its priorities, 0 or the highest.
+    one that is in use; NCCL's come from those of its priorities, 0 or the highest. Stamps can be
+    captured (external events): each replay of a CUDA graph makes them anew.
     """
 
     device_type: ClassVar[str] = "cuda"
@@ -130,27 +153,36 @@ class CudaClock:
         self,
         streams: dict[str, torch.cuda.Stream] | None = None,
         group: dist.ProcessGroup | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
-        """`streams` are those that stamp, by process group; missing ones are added."""
+        """`streams` are those that stamp, by process group; missing ones are added. With `ahead`
+        times are those of a device that never waits for the host."""
         self.group = group
         self._streams = {} if streams is None else streams
+        self._stamped: set[str] = set()
+        self._taken: list[torch.cuda.Event] = []
+        self._ahead = ahead
         self.origin = self.now()
 
     def now(self) -> torch.cuda.Event:
-        """An event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        """An event on the current stream. It lives as long as the clock: a capture must not lose
+        an event before it ends."""
+        event = torch.cuda.Event(enable_timing=True, external=True)
         event.record()
+        self._taken.append(event)
         return event
 
     def restarted(self) -> "CudaClock":
         """A clock with the same streams. The time between two events is a float32 of milliseconds,
         which after 10 s counts in microseconds."""
-        return CudaClock(self._streams, self.group)
+        return CudaClock(self._streams, self.group, ahead=self._ahead)
 
     def after(self, pending: Pending, sink: Callable[[torch.cuda.Event], None]) -> None:
         """An event on a side stream that waits for the collective."""
         if pending.group not in self._streams:
             self._streams[pending.group] = torch.cuda.Stream(priority=self.PRIORITY)
+        self._stamped.add(pending.group)
         with torch.cuda.stream(self._streams[pending.group]):
             pending.work.wait()
             sink(self.now())
@@ -158,15 +190,27 @@ class CudaClock:
     def settle(self) -> None:
         """Nothing is left to wait for: every stamp was given at once."""
 
+    def hold(self, calls: int) -> None:
+        """The device does nothing for the time in which the host issues so many calls."""
+        if self._ahead:
+            occupy_device(calls * ISSUE_NS)
+
+    def rejoin(self) -> None:
+        """The current stream waits for the streams that stamped since this clock was started."""
+        for name in self._stamped:
+            torch.cuda.current_stream().wait_stream(self._streams[name])
+
     def nanoseconds(self, stamp: torch.cuda.Event) -> int:
         """Time since this clock was made."""
         stamp.synchronize()
         return int(self.origin.elapsed_time(stamp) * 1e6)
 
 
-def clock_for(device_type: str, group: dist.ProcessGroup | None = None) -> Clock:
-    """The clock of a device type, for the ranks of a group."""
-    return CudaClock(group=group) if device_type == "cuda" else HostClock(group)
+def clock_for(
+    device_type: str, group: dist.ProcessGroup | None = None, *, ahead: bool = False
+) -> Clock:
+    """The clock of a device type, for the ranks of a group; `ahead` as of `CudaClock`."""
+    return CudaClock(group=group, ahead=ahead) if device_type == "cuda" else HostClock(group)
 
 
 @dataclass
@@ -189,6 +233,7 @@ class Recorder:
     """OpGraph by strand name: kinds, lanes and bytes of the operators."""
     clock: Clock
     events: list[_Event] = field(default_factory=list)
+    _calls: int = 0
 
     def run(self, lowered: Lowered, inputs: list[Any], micro_batch: Mapping[str, int]) -> Any:
         """Execute `lowered` like `lowered.module(inputs)` and record it. `micro_batch` gives the
@@ -215,6 +260,9 @@ class Recorder:
         if node.op == "get_attr":
             return getattr(root, str(node.target))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if self._calls % _HELD_CALLS == 0:
+            self.clock.hold(_HELD_CALLS)
+        self._calls += 1
         part = node.meta["strand"]
         graph = strand(part).graph
         event = _Event(node.meta["name"], graph, micro_batch.get(part, 0), self.clock.now())

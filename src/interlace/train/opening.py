@@ -31,6 +31,7 @@ from interlace.ranks.device import check_device, claim_device, limit_waits
 from interlace.ranks.replicas import random_state
 from interlace.run_files import cache_directory
 from interlace.runtime.candidates import trace_candidates
+from interlace.runtime.cuda_graph import GraphMemory, refuse_capture
 from interlace.runtime.executor import Batch
 from interlace.runtime.laid_out_link import LaidOutLink
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
@@ -102,6 +103,8 @@ def _open(job: RankJob) -> tuple[Setup, nn.Module | None]:
     # Again, where the process group is not that of `ranks.process_group`.
     device = claim_device(deterministic=config.train.deterministic)
     check_device(device, deterministic=config.train.deterministic)
+    if config.train.cuda_graph:
+        refuse_capture({}, device, is_pipeline=False)
     at("reading the data")
     dataset = open_dataset(
         config.data,
@@ -187,6 +190,7 @@ def _trace(
         say=lambda text: print(text, file=sys.stderr, flush=True),
         group=setup.same_graphs,
         cluster=cluster,
+        cuda_graph=config.train.cuda_graph,
     )
     return Compilation(candidates, settings, times), constants
 
@@ -239,11 +243,14 @@ def _runners(
     # All plans first: one that is made measures times, which are those of steps without a search.
     plans = _plans(setup.config, compilation, sorted(modes - {"eager"}))
     made: dict[tuple[str, str, str], Step] = {}
+    memory = GraphMemory() if setup.config.train.cuda_graph else None
     for mode, (graphs, plan) in plans.items():
         key = (graphs.digest, plan.search, plan.digest)
         if key not in made:
             costs, draws = compilation.tables.get(graphs.digest), _draws(setup)
-            made[key] = planned_step(setup.weights, graphs, plan, constants, draws, costs)
+            made[key] = planned_step(
+                setup.weights, graphs, plan, constants, draws, costs, captured_in=memory
+            )
         runners[mode] = made[key]
     return runners, (compilation, constants)
 

@@ -68,7 +68,10 @@ class Renewal:
         plan = compilation.plan(old.strands, of_strands(2))
         check_agreement({"plan": plan.digest})
         costs = compilation.costs(old.strands)
-        new = planned_step(session.weights, old.strands, plan, self.constants, old.draws, costs)
+        new = planned_step(
+            session.weights, old.strands, plan, self.constants, old.draws, costs,
+            captured_in=old.captured_in,
+        )  # fmt: skip
         new.losses, new.number = old.losses, old.number
         session.runners["2"] = new
         return new

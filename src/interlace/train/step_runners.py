@@ -20,6 +20,7 @@ from interlace.ir.timeline import Timeline
 from interlace.parallel.local_parts import local
 from interlace.parallel.meshes import Meshes
 from interlace.parallel.tensor import finish_gradients, loss_context
+from interlace.runtime.cuda_graph import GraphMemory
 from interlace.runtime.eager_recorder import EagerRecorder
 from interlace.runtime.executor import Batch
 from interlace.runtime.recorder import clock_for
@@ -134,11 +135,15 @@ def planned_step(
     *,
     schedule: Schedule | None = None,
     link: StageLink | None = None,
+    captured_in: GraphMemory | None = None,
 ) -> Step:
     """Traced graphs in planned order. `constants` are the weights' constants and buffers; steps may
-    share them. `schedule` and `link` are those of a pipeline."""
+    share them. `schedule` and `link` are those of a pipeline; `captured_in` as of `Step`."""
     tensors = TrainedWeights(weights, strands.placements, constants)
-    return Step(strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link)
+    return Step(
+        strands, plan, tensors, schedule=schedule, draws=draws, costs=costs, link=link,
+        captured_in=captured_in,
+    )  # fmt: skip
 
 
 def gives_results(step: Step) -> bool:
