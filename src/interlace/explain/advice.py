@@ -173,6 +173,8 @@ def _notes(figures: Exposure, ranks: Ranks) -> tuple[str, ...]:
     if figures.device_ns and figures.idle_ns > _MOSTLY * figures.device_ns:
         found.append(
             f"The device has nothing to do in {percent(figures.idle_ns / figures.device_ns)} of "
-            "the step although no communication is under way: the host, data or copies hold it up."
+            "the step although no communication is under way: the host, data or copies hold it up. "
+            "If it is the host of a GPU, capture the step (train.cuda_graph, or cuda_graph=True of "
+            "compile_step): kernels of a CUDA graph do not wait for Python."
         )
     return tuple(found)
