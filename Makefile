@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 TORCH ?=
 WORKERS ?= 2
 TESTS ?= quick
-.PHONY: help setup demo test test-torch check lint bench gpu-check reference site
+.PHONY: help setup demo test test-all test-torch check lint bench gpu-check reference site
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -37,8 +37,15 @@ check: lint ## before each commit: lint, types, layers, fast tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/pure tests/oracle
 
 test: lint ## everything that continuous integration runs: WORKERS (2) files at a time, then those that count seconds
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not alone'; first=$$?; \
-	$(BIN)/python -m pytest -m alone && exit $$first
+	$(call tests,and not wide)
+
+test-all: lint ## the wide rows of the tables too: before a release, and after changes that tests/README.md names
+	$(call tests,)
+
+define tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not alone $(1)'; first=$$?; \
+	$(BIN)/python -m pytest -m 'alone $(1)' && exit $$first
+endef
 
 test-torch: ## quick tests on another torch, as TORCH=2.15.0; TESTS=all or files for others
 	@$(PYTHON) scripts/test_torch.py '$(TORCH)' $(TESTS)

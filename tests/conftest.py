@@ -1,5 +1,5 @@
-"""Every test carries the name of its folder as marker: `pytest -m "pure or oracle"`. Those of the
-lab and of files marked `alone` run one at a time, after the others (`make test`)."""
+"""Every test carries the name of its folder as marker: `pytest -m "pure or oracle"`. Those marked
+`alone` run one at a time, after the others, and those marked `wide` in `make test-all` only."""
 
 import os
 import signal
@@ -41,8 +41,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder, *rest = item.path.relative_to(_HERE).parts
         if rest:
             item.add_marker(folder)
-        if folder == "lab":
-            item.add_marker("alone")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=_turn)
 

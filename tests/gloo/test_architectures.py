@@ -5,6 +5,9 @@ rank. On two do those whose models publish a plan, by transformers' own tensor p
 or more of each kind on replicas that share its micro-batches. Losses, whole gradients and weights
 must be those of an eager twin, or the module is refused before the first step, with the reason and
 the line.
+
+`make test` runs one or more of each heading of the table, every refusal and all habits; the wide
+rows are other models of the same headings.
 """
 
 import os
@@ -36,10 +39,19 @@ from torch.distributed.tensor import DTensor
 
 import interlace
 from interlace.errors import InterlaceError
+from wide import asked, wide_unless
 
 STEPS = 4
 ROWS = {1: [*CASES, *HABITS], 2: [*ON_TWO_RANKS, *HABITS]}
 """By number of ranks."""
+OF_EACH_HEADING = {
+    1: (
+        "Llama", "Gemma 3", "Qwen3-MoE", "Mamba", "BERT", "DeBERTa v2", "T5", "ConvNeXt", "CLIP",
+        "Wav2Vec 2.0", "denoising U-Net", "nn.Transformer", "LSTM in both directions",
+    ),
+    2: ("GPT-2", "BERT", f"Llama{BY_PLAN}", f"Gemma 2{BY_PLAN}"),
+}  # fmt: skip
+"""By number of ranks: what is not wide, beside refusals and habits."""
 REFUSAL = r"refused: InputError: [^\n]{15,300}(\n  \S+:\d+, in [^\n]+)?\nhint: [^\n]+"
 """The reason, then the line of the source if one is known, then what to do, and no dump of
 anything."""
@@ -108,7 +120,7 @@ def every_case(names: list[str]) -> dict[str, str]:
         return {
             case.name: outcome(case, optimizer)
             for case, optimizer in zip(rows, cycle(OPTIMIZERS), strict=False)
-            if not names or case.name in names
+            if case.name in names
         }
 
 
@@ -116,13 +128,18 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for all modules on
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[int, list[dict[str, str]]]:
-    """Outcomes by number of ranks, by rank, by case."""
+def found(request: pytest.FixtureRequest) -> dict[int, list[dict[str, str]]]:
+    """Outcomes by number of ranks, by rank, by case that was asked for."""
     results = {}
     for ranks in (1, 2):
-        done = run_ranks("test_architectures:every_case", ranks, args=[[]], timeout_s=280)
+        names = [case.name for case in asked(request, "case", ranks=ranks)]
+        done = run_ranks("test_architectures:every_case", ranks, args=[names], timeout_s=280)
         results[ranks] = [result.value for result in done]
     return results
+
+
+def is_quick(case: Case, ranks: int) -> bool:
+    return bool(case.refused) or case in HABITS or case.name in OF_EACH_HEADING[ranks]
 
 
 def test_the_table_is_large() -> None:
@@ -136,11 +153,21 @@ def test_the_table_is_large() -> None:
     for file in ("CHANGELOG.md", "tests/README.md"):
         text = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
         assert f"{len(trained)} architectures of `transformers` and of torch" in text, file
+    optimizers = {
+        optimizer
+        for case, optimizer in zip(ROWS[1], cycle(OPTIMIZERS), strict=False)
+        if case.name in OF_EACH_HEADING[1]
+    }
+    assert optimizers == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize(
     ("case", "ranks"),
-    [(case, ranks) for ranks, rows in ROWS.items() for case in rows],
+    [
+        pytest.param(case, ranks, marks=wide_unless(is_quick(case, ranks)))
+        for ranks, rows in ROWS.items()
+        for case in rows
+    ],
     ids=lambda value: value.name if isinstance(value, Case) else str(value),
 )
 def test_trains_as_eager_pytorch_does_or_is_refused(

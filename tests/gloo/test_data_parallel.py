@@ -2,6 +2,9 @@
 
 Each case runs real ranks. The reference is a plain single-process Llama in float64 that sees the
 micro-batches of all data-parallel ranks.
+
+`make test` runs each way along an axis alone, on two ranks, and on four some pairs of ways with
+each in one of them. Wide are the other pairs, degree 4, and three axes on eight ranks.
 """
 
 from collections.abc import Mapping
@@ -36,6 +39,7 @@ from interlace.train.step_runners import EagerRunner, loss_and_results, planned_
 from interlace.train.weights import MasterWeights
 from orders import random_order
 from phases import plan_by
+from wide import WIDE
 
 FAMILIES = ("llama", "gpt")
 VOCABULARY, SEQUENCE, MICRO_BATCHES, SAMPLES = 64, 16, 3, 2
@@ -229,31 +233,60 @@ EIGHT_RANKS = [
 """Of `mixes(3)`: all sets of three axes, and of every two ways along two axes one with both."""
 
 
-TWO_RANKS = [*mixes(1), "zero3x2 each"]
-FOUR_RANKS = [
-    *mixes(2),
-    *("rep4", "zero1x4", "zero3x4 each", "ulysses4", "ring4", "tp4"),
-    *("rep2 zero3x2 each", "zero3x2 tp2 each", "zero3x2 ring2 each"),
+Case = tuple[str, str]
+TWO_RANKS: list[Case] = [
+    ("rep2", "llama"), ("zero1x2", "gpt"), ("zero3x2", "llama"), ("ulysses2", "gpt"),
+    ("ring2", "llama"), ("tp2", "gpt"), ("zero3x2 each", "gpt"),
+]  # fmt: skip
+FOUR_RANKS: list[Case] = [
+    ("zero3x2 ring2", "llama"), ("zero1x2 ulysses2", "gpt"), ("rep2 tp2", "gpt"),
+    ("zero3x2 tp2 each", "llama"),
+]  # fmt: skip
+
+
+def other_family(cases: list[Case]) -> list[Case]:
+    return [(text, FAMILIES[1 - FAMILIES.index(family)]) for text, family in cases]
+
+
+def in_turn(layouts: list[str]) -> list[Case]:
+    """With one family each, so that each way along an axis comes with both."""
+    return [(text, FAMILIES[(at + at // 2) % 2]) for at, text in enumerate(layouts)]
+
+
+MORE_ON_FOUR = [
+    *(each for each in in_turn(mixes(2)) if each not in FOUR_RANKS),
+    *in_turn(["rep4", "zero1x4", "zero3x4 each", "ulysses4", "ring4", "tp4"]),
+    *in_turn(["rep2 zero3x2 each", "zero3x2 tp2 each", "zero3x2 ring2 each"]),
 ]
+WIDE_CASES = {2: other_family(TWO_RANKS), 4: MORE_ON_FOUR, 8: in_turn(EIGHT_RANKS)}
+
+
+def test_the_tables_hold_every_pair() -> None:
+    """On four and eight ranks every pair of ways along two axes is there, and each way along an
+    axis with both families; on eight every three axes too; what is not wide has each way."""
+    every_way = {word for ways in AXES.values() for word in ways}
+    assert {text for text, _ in TWO_RANKS} == {*mixes(1), "zero3x2 each"}
+    assert {word for text, _ in FOUR_RANKS for word in text.split()} >= every_way
+    held = {pair for text in EIGHT_RANKS for pair in combinations(text.split(), 2)}
+    assert held == {tuple(text.split()) for text in mixes(2)}
+    assert set(EIGHT_RANKS) <= set(mixes(3))
+    assert {text for text, _ in FOUR_RANKS + MORE_ON_FOUR} >= set(mixes(2))
+    for cases in (FOUR_RANKS + MORE_ON_FOUR, WIDE_CASES[8]):
+        words = {(word, family) for text, family in cases for word in text.split()}
+        assert words >= set(product(every_way, FAMILIES))
 
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    ("ranks", "layouts"), [(2, TWO_RANKS), (4, FOUR_RANKS), (8, EIGHT_RANKS)], ids=["2", "4", "8"]
+    ("ranks", "cases"),
+    [
+        pytest.param(2, TWO_RANKS, id="2"),
+        pytest.param(4, FOUR_RANKS, id="4"),
+        *(pytest.param(n, each, marks=WIDE, id=f"{n}, wide") for n, each in WIDE_CASES.items()),
+    ],
 )
-def test_every_layout_agrees_with_one_process(ranks: int, layouts: list[str]) -> None:
-    """Two strands have the bits of one; gradients are those of one process within BOUND. On two
-    ranks each layout has both families. On four and eight every pair of ways along two axes is
-    there with one family, and each way along an axis with both; on eight every three axes too."""
-    cases = [(text, family) for text in layouts for family in FAMILIES]
-    if ranks == 8:
-        held = {pair for text in layouts for pair in combinations(text.split(), 2)}
-        assert held == {tuple(text.split()) for text in mixes(2)}
-        assert set(layouts) <= set(mixes(3))
-    if ranks > 2:
-        cases = [cases[2 * index + (index + index // 2) % 2] for index in range(len(layouts))]
-        words = {(word, family) for text, family in cases for word in text.split()}
-        assert words >= set(product((word for ways in AXES.values() for word in ways), FAMILIES))
+def test_every_layout_agrees_with_one_process(ranks: int, cases: list[Case]) -> None:
+    """Two strands have the bits of one; gradients are those of one process within BOUND."""
     assert all(parallel(text).ranks == ranks for text, _ in cases)
     results = run_ranks("test_data_parallel:table", ranks, args=[cases], timeout_s=1200)
     assert [len(result.value) for result in results] == [len(cases)] * ranks
@@ -262,7 +295,7 @@ def test_every_layout_agrees_with_one_process(ranks: int, layouts: list[str]) ->
         assert facts["strands"][1] < BOUND, facts
         assert facts["eager"][1] < BOUND, facts
     lanes = {text: facts["lanes"] for (text, _), facts in zip(cases, results[0].value, strict=True)}
-    if ranks == 4:  # a planner sees each axis as a link of its own
+    if cases is FOUR_RANKS:  # a planner sees each axis as a link of its own
         assert lanes["zero3x2 ring2"] == ["cp", "dp_shard"]
         assert lanes["rep2 tp2"] == ["dp_replicate", "tp"]
 

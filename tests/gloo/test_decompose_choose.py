@@ -1,4 +1,8 @@
-"""Proves how a way is chosen for each site, and that runs and plans say what they decomposed."""
+"""Proves how a way is chosen for each site, and that runs and plans say what they decomposed.
+
+Wide is a run of `interlace train` whose ends alone are decomposed: `test_decompose_passes.py` has
+such steps, and another run here is decomposed everywhere.
+"""
 
 import json
 from collections.abc import Sequence
@@ -28,6 +32,7 @@ from interlace.graphs.trace import StrandGraph
 from interlace.ir.graph import Kind
 from interlace.sim.decomposed import by_expert_ns, decomposed_ns
 from interlace.train.planning import trace_fake
+from wide import WIDE
 
 SCALAR_BYTES = 8
 NO_GRAPH = cast(StrandGraph, None)
@@ -167,6 +172,7 @@ def test_training_says_what_it_decomposed_and_compares_with_plain_graphs(tmp_pat
     assert "speedup_vs_plain_one_strand" in summary
 
 
+@WIDE
 def test_training_decomposes_the_ends_of_a_step(tmp_path: Path) -> None:
     """Two ranks: two strands have the bits of one strand with the same passes, and a run whose plan
     is given takes the graphs that it was made for."""

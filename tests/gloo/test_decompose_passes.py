@@ -1,5 +1,8 @@
 """Proves that only the ends of a step can run decomposed, with the bits of one strand on the same
-graphs, and how a run chooses between that and decomposing everywhere."""
+graphs, and how a run chooses between that and decomposing everywhere.
+
+Wide are four ranks, attention that is cut with its projection, and choices that follow from two
+others."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +24,7 @@ from interlace.ir.plan import Plan
 from interlace.runtime.candidates import Candidates, choose_passes, trace_candidates
 from interlace.schedules.finder import find
 from interlace.search.problem import MemoryLimits
+from wide import WIDE
 
 NO_LIMITS = MemoryLimits()
 ENDS = [["backward", 3], ["forward", 1]]
@@ -82,7 +86,14 @@ def child(rank_count: int, times: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("ranks", "times"), [(2, "even"), (2, "long sends"), (4, "even")])
+@pytest.mark.parametrize(
+    ("ranks", "times"),
+    [
+        (2, "even"),
+        pytest.param(2, "long sends", marks=WIDE),
+        pytest.param(4, "even", marks=WIDE),
+    ],
+)
 def test_the_ends_of_a_step_run_decomposed(ranks: int, times: str) -> None:
     """Sends are in the first forward and the last backward only, in one strand and in two, whose
     bits are equal in any order; every operator of all graphs gets measured; one micro-batch is
@@ -154,10 +165,10 @@ def test_slices_everywhere_where_that_is_faster(auto: Candidates) -> None:
     [
         (asked("auto", 0), "auto", 2, "ends"),
         (asked("auto", 0), "auto", 1, "all"),
-        (asked("auto", 0), "all", 2, "all"),
+        pytest.param(asked("auto", 0), "all", 2, "all", marks=WIDE),
         (asked("ring"), "auto", 2, "all"),
         (asked("ring"), "ends", 1, "ends"),
-        (None, "auto", 2, "all"),
+        pytest.param(None, "auto", 2, "all", marks=WIDE),
         (None, "ends", 2, "all"),
     ],
 )

@@ -1,5 +1,7 @@
 """Llama and GPT in the stages of a pipeline, in float64: losses and gradients of every parameter
-against one process, beside shared sequences and shared weights, also in stages of unlike layout."""
+against one process, beside shared sequences and shared weights, also in stages of unlike layout.
+
+`make test` has each way to share once; wide are the same with the other model, and six ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,8 @@ import pytest
 from processes import run_ranks
 from stage_gradients import check
 from training import Workplace
+
+from wide import WIDE
 
 SETTINGS: dict[str, Any] = {
     "strands": "2",
@@ -25,38 +29,43 @@ GPT: dict[str, Any] = {"model.architecture": "gpt"}
 CONTEXT: dict[str, Any] = {"parallel.context": 2}
 ZERO3: dict[str, Any] = {"parallel.data_shard": 2}
 ZERO1: dict[str, Any] = {"parallel.data_shard": 2, "parallel.zero": 1}
-CASES: dict[int, list[dict[str, Any]]] = {
-    4: [
-        LLAMA | CONTEXT | {"pipeline.schedule": "zb_v"},
-        GPT | CONTEXT | {"pipeline.schedule": "folded"},
-        LLAMA | ZERO3 | {"pipeline.schedule": "dual_pipe_v"},
-        GPT | ZERO3 | {"pipeline.schedule": "one_f_one_b"},
-        LLAMA | ZERO1 | {"pipeline.schedule": "one_f_one_b"},
-        GPT | ZERO1 | {"pipeline.schedule": "zb_h1"},
-        *(
-            family
-            | {"pipeline.schedule": "one_f_one_b", "pipeline.stages": "tensor=2,data_shard=2"}
-            | {"parallel.zero": zero}
-            for family, zero in ((LLAMA, 1), (GPT, 3))
-        ),
-    ],
-    6: [
-        LLAMA
-        | CONTEXT
-        | {"pipeline.schedule": "one_f_one_b", "pipeline.stages": "tensor=1,tensor=2"},
-    ],
+UNLIKE: dict[str, Any] = {
+    "pipeline.schedule": "one_f_one_b", "pipeline.stages": "tensor=2,data_shard=2",
 }  # fmt: skip
-"""By number of ranks."""
+CASES: list[dict[str, Any]] = [
+    LLAMA | CONTEXT | {"pipeline.schedule": "zb_v"},
+    GPT | ZERO3 | {"pipeline.schedule": "one_f_one_b"},
+    LLAMA | ZERO1 | {"pipeline.schedule": "one_f_one_b"},
+    GPT | UNLIKE | {"parallel.zero": 3},
+]
+OTHERS: list[dict[str, Any]] = [
+    GPT | CONTEXT | {"pipeline.schedule": "folded"},
+    LLAMA | ZERO3 | {"pipeline.schedule": "dual_pipe_v"},
+    GPT | ZERO1 | {"pipeline.schedule": "zb_h1"},
+    LLAMA | UNLIKE | {"parallel.zero": 1},
+]
+OF_SIX: list[dict[str, Any]] = [
+    LLAMA | CONTEXT | {"pipeline.schedule": "one_f_one_b", "pipeline.stages": "tensor=1,tensor=2"},
+]
 
 
-@pytest.mark.parametrize("ranks", list(CASES))
-def test_gradients_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        pytest.param(4, CASES, id="4"),
+        pytest.param(4, OTHERS, marks=WIDE, id="4, wide"),
+        pytest.param(6, OF_SIX, marks=WIDE, id="6"),
+    ],
+)
+def test_gradients_are_those_of_one_process(
+    tmp_path: Path, ranks: int, settings: list[dict[str, Any]]
+) -> None:
     """Within 1e-10 of the largest element of each."""
     work = Workplace(tmp_path)
-    cases = [SETTINGS | case for case in CASES[ranks]]
+    cases = [SETTINGS | case for case in settings]
     results = run_ranks(
         "stage_gradients:child", ranks, args=[str(work.folder), cases], timeout_s=200,
         env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
     )  # fmt: skip
-    for number, case in enumerate(CASES[ranks]):
+    for number, case in enumerate(settings):
         check([result.value[number] for result in results], case)

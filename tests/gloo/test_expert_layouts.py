@@ -1,7 +1,9 @@
 """The model with experts under every mix of axes with `ep`, in float64: gradients of strands and of
-eager autograd against one process, two strands bit by bit against one, an auxiliary loss too."""
+eager autograd against one process, two strands bit by bit against one, an auxiliary loss too.
 
-import os
+`make test` runs each axis beside experts on two ranks, and two mixes on four; wide are the other
+mixes, and those of 8 ranks."""
+
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +30,7 @@ from interlace.train.step_runners import EagerRunner, planned_step
 from interlace.train.weights import MasterWeights
 from orders import random_order
 from phases import plan_by
+from wide import WIDE
 
 BOUND = 1e-10
 """Largest difference of a float64 gradient, relative to the largest element of its parameter."""
@@ -35,7 +38,8 @@ SEQUENCE, MICRO_BATCHES, VOCABULARY = 8, 2, 64
 Layout = dict[str, Any]
 PLAIN = ExpertsConfig(count=4, chosen=2, shared_width=8)
 BALANCED = replace(PLAIN, balance="auxiliary_loss", auxiliary_weight=0.1)
-CASES: dict[int, list[tuple[Layout, str]]] = {
+Case = tuple[Layout, str]
+CASES: dict[int, list[Case]] = {
     2: [
         ({"tensor": 2}, "balanced"),
         ({"data_shard": 2}, "plain"),
@@ -45,20 +49,23 @@ CASES: dict[int, list[tuple[Layout, str]]] = {
         ({"context": 2, "expert": 2, "context_method": "ring"}, "plain"),
     ],
     4: [
+        ({"data_shard": 2, "expert": 2, "tensor": 2}, "balanced"),
+        ({"data_shard": 2, "context": 2, "expert": 4}, "plain"),
+    ],
+}
+WIDE_CASES: dict[int, list[Case]] = {
+    4: [
         ({"data_shard": 2, "tensor": 2}, "plain"),
         ({"data_shard": 2, "tensor": 2, "zero": 1}, "balanced"),
-        ({"data_shard": 2, "expert": 2, "tensor": 2}, "balanced"),
         ({"data_shard": 2, "expert": 2, "tensor": 2, "zero": 1}, "plain"),
-        ({"data_shard": 2, "context": 2, "expert": 4}, "plain"),
         ({"data_shard": 4, "expert": 4, "zero": 1}, "plain"),
         ({"data_replicate": 2, "context": 2, "expert": 2}, "plain"),
     ],
-}
-if os.environ.get("INTERLACE_EXPERTS") == "all":  # 8 ranks take a minute on two cores
-    CASES[8] = [
+    8: [
         ({"data_shard": 4, "expert": 4, "tensor": 2, "zero": 1}, "plain"),
         ({"data_shard": 4, "expert": 4, "tensor": 2}, "balanced"),
-    ]
+    ],
+}
 
 
 def model_of(kind: str) -> ModelConfig:
@@ -133,17 +140,24 @@ def _case(layout: Layout, kind: str, groups: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def child_cases(ranks: int) -> dict[str, Any]:
+def child_cases(cases: list[Case]) -> dict[str, Any]:
     groups: dict[str, str] = {}
     with gloo_group():
-        found = {f"{layout} {kind}": _case(layout, kind, groups) for layout, kind in CASES[ranks]}
+        found = {f"{layout} {kind}": _case(layout, kind, groups) for layout, kind in cases}
         dist.barrier()
     return found
 
 
-@pytest.mark.parametrize("ranks", list(CASES))
-def test_gradients_are_those_of_one_process(ranks: int) -> None:
-    for result in run_ranks("test_expert_layouts:child_cases", ranks, args=[ranks], timeout_s=300):
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        *(pytest.param(ranks, cases, id=str(ranks)) for ranks, cases in CASES.items()),
+        *(pytest.param(n, each, marks=WIDE, id=f"{n}, wide") for n, each in WIDE_CASES.items()),
+    ],
+)
+def test_gradients_are_those_of_one_process(ranks: int, cases: list[Case]) -> None:
+    for result in run_ranks("test_expert_layouts:child_cases", ranks, args=[cases], timeout_s=300):
+        assert len(result.value) == len(cases)
         for name, found in result.value.items():
             assert found["strands"] < BOUND, (name, found)
             assert found["eager"] < BOUND, (name, found)

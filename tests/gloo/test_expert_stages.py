@@ -1,7 +1,9 @@
 """Experts that are dealt to the ranks of the stages of a pipeline, in float64: losses and gradients
-of every parameter against one process, as `interlace train` opens and runs the steps."""
+of every parameter against one process, as `interlace train` opens and runs the steps.
 
-import os
+`make test` runs four layouts on four ranks, with schedules of one chunk and of two on a rank; wide
+are the other schedules and layouts, and 8 and 16 ranks."""
+
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from interlace.experts.grouped import MATMUL, grouped_matmul
 from interlace.experts.rows_by_expert import expert_order, rows_of_tokens, tokens_of_rows
 from interlace.runtime.chunks import Placement, chunked
 from interlace.runtime.traced_strands import build_strands
+from wide import WIDE
 
 pytestmark = pytest.mark.gloo
 SETTINGS: dict[str, Any] = {
@@ -46,49 +49,62 @@ Layout = dict[str, Any]
 REPLICAS: Layout = {"parallel.data_replicate": 2}
 EIGHT: Layout = {"parallel.data_shard": 2, "parallel.tensor": 2}
 SIXTEEN: Layout = {"parallel.data_shard": 4, "parallel.tensor": 2, "parallel.expert": 4}
-CASES: dict[int, list[tuple[str, Layout]]] = {
-    4: [
+SHARDS: Layout = {"parallel.data_shard": 2}
+Case = tuple[str, Layout]
+CASES: dict[str, tuple[int, list[Case]]] = {
+    "4": (4, [
         ("one_f_one_b", REPLICAS),
         ("folded", REPLICAS),
+        ("zb_h1", {**SHARDS, "train.recompute": "layer", **BALANCED}),
+        ("one_f_one_b", {"parallel.context": 2, "parallel.data_shard": 1}),
+    ]),
+}  # fmt: skip
+"""Number of ranks, schedules and layouts. Those of one layout must have the same bits."""
+WIDE_CASES: dict[str, tuple[int, list[Case]]] = {
+    "4, schedules": (4, [
+        ("one_f_one_b", REPLICAS),
         ("zb_v", REPLICAS),
         ("dual_pipe_v", REPLICAS),
-        ("zb_h1", {"parallel.data_shard": 2, "train.recompute": "layer", **BALANCED}),
-        ("one_f_one_b", {"parallel.context": 2, "parallel.data_shard": 1}),
-        ("one_f_one_b", {"parallel.data_shard": 2, "parallel.zero": 1}),
-        ("one_f_one_b", {"parallel.data_shard": 2, "parallel.expert": 1}),
-        ("one_f_one_b", {"parallel.data_shard": 2, "parallel.expert": 1, "parallel.zero": 1}),
-    ],
-    8: [
+    ]),
+    "4, shards": (4, [
+        ("one_f_one_b", {**SHARDS, "parallel.zero": 1}),
+        ("one_f_one_b", {**SHARDS, "parallel.expert": 1}),
+        ("one_f_one_b", {**SHARDS, "parallel.expert": 1, "parallel.zero": 1}),
+    ]),
+    "8": (8, [
         ("one_f_one_b", EIGHT),
         ("one_f_one_b", {"parallel.data_shard": 4}),
         ("one_f_one_b", {"parallel.data_shard": 4, "parallel.zero": 1}),
-    ],
-}
-if os.environ.get("INTERLACE_EXPERTS") == "all":
-    CASES[8] += [
         ("one_f_one_b", {**EIGHT, "parallel.zero": 1}),
         ("one_f_one_b", {**EIGHT, "parallel.expert": 1}),
         ("one_f_one_b", {**EIGHT, "parallel.expert": 1, "parallel.zero": 1}),
         ("one_f_one_b", {"parallel.data_shard": 4, "parallel.expert": 4}),
         ("one_f_one_b", {"parallel.data_shard": 4, "parallel.expert": 4, "parallel.zero": 1}),
-    ]
-    CASES[16] = [("one_f_one_b", SIXTEEN), ("one_f_one_b", {**SIXTEEN, "parallel.zero": 1})]
-"""By ranks. With `data_shard` 4 and two ranks for experts each expert is on two ranks of a stage,
-cut between them. 8 and 16 ranks take minutes on two cores: the rest with INTERLACE_EXPERTS=all."""
+    ]),
+    "16": (16, [("one_f_one_b", SIXTEEN), ("one_f_one_b", {**SIXTEEN, "parallel.zero": 1})]),
+}  # fmt: skip
+"""With `data_shard` 4 and two ranks for experts each expert is on two ranks of a stage, cut between
+them."""
 
 
-@pytest.mark.parametrize("ranks", list(CASES))
-def test_gradients_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        *(pytest.param(*value, id=name) for name, value in CASES.items()),
+        *(pytest.param(*value, marks=WIDE, id=name) for name, value in WIDE_CASES.items()),
+    ],
+)
+def test_gradients_are_those_of_one_process(tmp_path: Path, ranks: int, cases: list[Case]) -> None:
     """1F1B, folded stages whose passes are two strands, and zero bubbles, all with the same bits;
     and ZeRO-3, an auxiliary loss beside layers computed again, and shared sequences."""
     work = Workplace(tmp_path)
-    cases = [SETTINGS | layout | {"pipeline.schedule": name} for name, layout in CASES[ranks]]
+    settings = [SETTINGS | layout | {"pipeline.schedule": name} for name, layout in cases]
     results = run_ranks(
-        "stage_gradients:child", ranks, args=[str(work.folder), cases], timeout_s=50 * ranks,
+        "stage_gradients:child", ranks, args=[str(work.folder), settings], timeout_s=50 * ranks,
         env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
     )  # fmt: skip
     bits: dict[tuple[str, str], set[str]] = {}
-    for number, (schedule, layout) in enumerate(CASES[ranks]):
+    for number, (schedule, layout) in enumerate(cases):
         found = [result.value[number] for result in results]
         check(found, (schedule, layout))
         for each in found:

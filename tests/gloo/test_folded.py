@@ -1,5 +1,8 @@
 """Proves that several chunks on a rank change no bit: `folded`, the front half of one micro-batch's
 forward beside the back half of another's backward, against one strand, over 20 steps of training.
+
+Wide is ZeRO-1, whose gathers and reductions are at the ends of a step, beside ZeRO-3, whose are in
+its chunks.
 """
 
 from typing import Any
@@ -11,6 +14,7 @@ from strand_world import OPTIMIZER, Case, bits, differences, open_world, train
 from test_compile_step import QUICK, example, gradients_of, images, mixer, same
 from test_data_parallel import Rank, build_meshes, open_rank, parallel
 from torch.distributed.device_mesh import init_device_mesh
+from traced_once import traced_once
 
 import interlace
 from interlace.errors import InputError
@@ -26,9 +30,9 @@ from interlace.train.optimizer import build_optimizer, clip_gradients
 from interlace.train.step_runners import planned_step
 from orders import random_order
 from phases import phase_graphs
+from wide import WIDE
 
 STEPS = 20
-LAYOUTS = ("zero3x2 tp2", "zero1x2 tp2")
 
 
 def fold(strands: Strands, seed: int) -> tuple[Strands, Plan]:
@@ -62,27 +66,22 @@ def tensor_parallel() -> dict[str, Any]:
         }
 
 
-def sharded() -> dict[str, list[str]]:
-    """By layout: steps and names whose bits differ over 20 steps."""
-    found = {}
-    groups: dict[str, str] = {}
+def sharded(layout: str) -> list[str]:
+    """Steps and names whose bits differ over 20 steps."""
     with gloo_group():
-        for layout in LAYOUTS:
-            meshes = build_meshes(parallel(layout), "cpu")
-            groups |= meshes.axis_of_group
-            rank = open_rank(layout, "llama", meshes, groups)
-            start = {name: local(p).clone() for name, p in rank.weights.masters.items()}
-            seen = []
-            for strands, plan in (
-                (rank.strands, rank.strands.sequential), fold(rank.strands, 5)
-            ):  # fmt: skip
-                for name, master in rank.weights.masters.items():
-                    local(master).copy_(start[name])
-                rank.weights.publish()
-                runner = planned_step(rank.weights, strands, plan, rank.constants)
-                seen.append(trained(rank, runner))
-            found[layout] = differences(*seen)
-    return found
+        meshes = build_meshes(parallel(layout), "cpu")
+        rank = open_rank(layout, "llama", meshes, dict(meshes.axis_of_group))
+        start = {name: local(p).clone() for name, p in rank.weights.masters.items()}
+        seen = []
+        for strands, plan in (
+            (rank.strands, rank.strands.sequential), fold(rank.strands, 5)
+        ):  # fmt: skip
+            for name, master in rank.weights.masters.items():
+                local(master).copy_(start[name])
+            rank.weights.publish()
+            runner = planned_step(rank.weights, strands, plan, rank.constants)
+            seen.append(trained(rank, runner))
+        return differences(*seen)
 
 
 def trained(rank: Rank, runner: Step) -> list[dict[str, str]]:
@@ -112,7 +111,7 @@ def all_forwards_first(
 
 def compiled() -> dict[str, Any]:
     """A user's module by each schedule: same losses and gradients, and what was refused."""
-    with gloo_group():
+    with gloo_group(), traced_once():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         seen, refused = {}, ""
         for schedule in ("one_strand", "two_strand", "folded", all_forwards_first):
@@ -138,37 +137,29 @@ def compiled() -> dict[str, Any]:
         }
 
 
-@pytest.fixture(scope="module")
-def cases() -> dict[str, list[Any]]:
-    """What each rank found out."""
-    return {
-        "tensor": run_ranks("test_folded:tensor_parallel", 2, timeout_s=200),
-        "sharded": run_ranks("test_folded:sharded", 4, timeout_s=200),
-        "compiled": run_ranks("test_folded:compiled", 2, timeout_s=200),
-    }
-
-
-def test_folded_has_the_bits_of_one_strand(cases: dict[str, list[Any]]) -> None:
+def test_folded_has_the_bits_of_one_strand() -> None:
     """Tensor parallel with a tied head: losses, gradients and weights of 20 steps, in an order
     that no search would make; and losses without gradients."""
-    for facts in [rank.value for rank in cases["tensor"]]:
+    ranks = run_ranks("test_folded:tensor_parallel", 2, timeout_s=200)
+    for facts in (rank.value for rank in ranks):
         assert facts["different"] == []
         assert (facts["steps"], facts["chunks"], facts["evaluated"]) == (STEPS, True, True)
         assert facts["names"] > 10
         assert facts["both"] == ["forward_0+backward_1", "forward_1+backward_0"]
 
 
-def test_folded_with_sharded_data_parallelism(cases: dict[str, list[Any]]) -> None:
+@pytest.mark.parametrize("layout", ["zero3x2 tp2", pytest.param("zero1x2 tp2", marks=WIDE)])
+def test_folded_with_sharded_data_parallelism(layout: str) -> None:
     """ZeRO-3, which gathers weights in every chunk, and ZeRO-1, which gathers once a step and
     reduces at its end, each with tensor parallelism on 4 ranks."""
-    for facts in [rank.value for rank in cases["sharded"]]:
-        assert facts == {layout: [] for layout in LAYOUTS}
+    for rank in run_ranks("test_folded:sharded", 4, args=[layout], timeout_s=200):
+        assert rank.value == []
 
 
-def test_compile_step_takes_a_schedule(cases: dict[str, list[Any]]) -> None:
+def test_compile_step_takes_a_schedule() -> None:
     """By name or as a function from a file of the user's own; another name is refused."""
     own = "test_folded:all_forwards_first"
-    for facts in [rank.value for rank in cases["compiled"]]:
+    for facts in (r.value for r in run_ranks("test_folded:compiled", 2, timeout_s=200)):
         names = ["one_strand", "two_strand", "folded", own]
         assert facts["same"] == dict.fromkeys(names, True)
         assert facts["actions"] == {
@@ -201,6 +192,7 @@ def three_chunks(ranks: int, micro_batches: int, chunks: int = 3) -> tuple[tuple
     return gpipe(ranks, micro_batches, chunks)
 
 
+@traced_once()
 def test_chunks_with_dropout_on_one_rank() -> None:
     """Masks follow from seeds, so they are those of one strand in every chunk, of two and more."""
     seen = []
@@ -221,6 +213,7 @@ def test_chunks_with_dropout_on_one_rank() -> None:
         assert same(seen[0], found)
 
 
+@traced_once()
 def test_chunks_of_an_unmodified_model_of_transformers() -> None:
     """A GPT-2 whose head is tied to its embedding, in two, three and four chunks."""
     from transformers import GPT2Config, GPT2LMHeadModel

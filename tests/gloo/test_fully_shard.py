@@ -1,10 +1,15 @@
-"""`compile_step` on modules under FSDP2's `fully_shard`, against FSDP2's own loop."""
+"""`compile_step` on modules under FSDP2's `fully_shard`, against FSDP2's own loop.
+
+`make test` has each option of `fully_shard` once, one model of transformers, and replicas and
+tensor parallelism beside it; wide are options together, depths and the other models.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -37,6 +42,7 @@ from transformers import (
 import interlace
 from interlace.config import PlanConfig
 from interlace.errors import InputError
+from wide import WIDE
 
 QUICK = PlanConfig(cluster="h100", search="list")
 VOCABULARY, WIDTH, BATCHES, STEPS = 33, 16, 3, 2
@@ -131,19 +137,22 @@ def second_dimension(parameter: nn.Parameter) -> Shard | None:
 
 TWO_RANKS = {
     "blocks": Case(),
-    "root": Case(per_block=False, strands=1),
     "kept": Case(options={"reshard_after_forward": False}, named_mesh=True),
     "bf16": Case(options={"mp_policy": BF16}),
+    "tied": Case(tied=True, per_block=False),
+    "other dimension": Case(options={"shard_placement_fn": second_dimension}),
+    "frozen": Case(frozen=True),
+}
+OTHERS = {
+    "root": Case(per_block=False, strands=1),
     "bf16 with outputs in float32": Case(
         per_block=False,
         options={"mp_policy": MixedPrecisionPolicy(torch.bfloat16, None, torch.float32)},
     ),
-    "tied": Case(tied=True, per_block=False),
-    "other dimension": Case(options={"shard_placement_fn": second_dimension}),
     "list": Case(together=True),
-    "frozen": Case(frozen=True),
     "deep": Case(depth=DEEP, options={"mp_policy": BF16}),
 }
+QUICK_MODELS = ("gpt2",)
 
 
 def tensor_parallel(model: Model, mesh: DeviceMesh) -> None:
@@ -307,7 +316,7 @@ def goes_on(mesh: DeviceMesh, rank: int) -> dict[str, bool]:
     return found
 
 
-def of_transformers(mesh: DeviceMesh, rank: int) -> dict[str, float]:
+def of_transformers(mesh: DeviceMesh, rank: int, names: Sequence[str]) -> dict[str, float]:
     """Largest differences of losses and of gradients, relative to the largest gradient, for
     unmodified models."""
 
@@ -324,7 +333,7 @@ def of_transformers(mesh: DeviceMesh, rank: int) -> dict[str, float]:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     draw, far = torch.Generator().manual_seed(rank), {}
     batches = [(each,) for each in torch.randint(0, VOCABULARY, (BATCHES, 2, 9), generator=draw)]
-    for name in MODELS:
+    for name in names:
         ours, theirs = sharded(name), sharded(name)
         step = interlace.compile_step(ours, loss, batches[0], config=QUICK)
         step(batches)
@@ -387,17 +396,21 @@ def refusals(mesh: DeviceMesh, rank: int) -> dict[str, str]:
     return found
 
 
-def two_ranks() -> dict[str, Any]:
+def two_ranks(wide: bool) -> dict[str, Any]:
     with gloo_group():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         rank = mesh.get_local_rank()
-        return {
-            "far": {name: differences(case, mesh, rank) for name, case in TWO_RANKS.items()},
-            "goes on": goes_on(mesh, rank),
-            "masks": masks_differ(mesh),
-            "transformers": of_transformers(mesh, rank),
-            "refused": refusals(mesh, rank),
+        cases = OTHERS if wide else TWO_RANKS
+        names = [name for name in MODELS if (name not in QUICK_MODELS) is wide]
+        found: dict[str, Any] = {
+            "far": {name: differences(case, mesh, rank) for name, case in cases.items()},
+            "transformers": of_transformers(mesh, rank, names),
         }
+        if not wide:
+            found["goes on"] = goes_on(mesh, rank)
+            found["masks"] = masks_differ(mesh)
+            found["refused"] = refusals(mesh, rank)
+        return found
 
 
 REFUSED = {
@@ -412,40 +425,47 @@ REFUSED = {
 }
 
 
-def test_two_ranks() -> None:
-    for result in run_ranks("test_fully_shard:two_ranks", 2, timeout_s=180):
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=WIDE)])
+def test_losses_gradients_and_weights_of_two_ranks(wide: bool) -> None:
+    for result in run_ranks("test_fully_shard:two_ranks", 2, args=[wide], timeout_s=180):
         for name, far in result.value["far"].items():
             assert set(far.values()) == {0.0}, (name, far)
-        assert all(result.value["goes on"].values()), result.value["goes on"]
-        assert result.value["masks"]
-        far = result.value["transformers"]
-        assert far["gpt2"] == far["bert"] == 0
-        assert far["llama"] < ROUNDING
-        assert result.value["refused"].keys() == REFUSED.keys()
-        for name, part in REFUSED.items():
-            assert part in result.value["refused"][name]
+        for name, far in result.value["transformers"].items():
+            assert far < ROUNDING if name == "llama" else far == 0, name
+        if not wide:
+            assert all(result.value["goes on"].values()), result.value["goes on"]
+            assert result.value["masks"]
+            assert result.value["refused"].keys() == REFUSED.keys()
+            for name, part in REFUSED.items():
+                assert part in result.value["refused"][name]
 
 
 FOUR_RANKS = {
     "replicas": Case(axes=("dp_replicate", "dp_shard"), named_mesh=True),
-    "tensor parallel": Case(axes=("dp", "tp")),
     "tensor parallel, bf16": Case(axes=("dp", "tp"), options={"mp_policy": BF16}),
+    "tensor parallel": Case(axes=("dp", "tp")),
 }
 
 
-def four_ranks() -> dict[str, Any]:
+def four_ranks(names: list[str]) -> dict[str, Any]:
     with gloo_group():
         found = {}
-        for name, case in FOUR_RANKS.items():
+        for name, case in ((name, FOUR_RANKS[name]) for name in names):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=case.axes)
             data_rank = mesh["dp"].get_local_rank() if "tp" in case.axes else mesh.get_rank()
             found[name] = differences(case, mesh, data_rank)
         return found
 
 
-def test_four_ranks() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [["replicas", "tensor parallel, bf16"], pytest.param(["tensor parallel"], marks=WIDE)],
+    ids=", ".join,
+)
+def test_four_ranks(names: list[str]) -> None:
     """Replicas of shards, and tensor parallelism under them."""
-    for result in run_ranks("test_fully_shard:four_ranks", 4, timeout_s=240):
+    for result in run_ranks("test_fully_shard:four_ranks", 4, args=[names], timeout_s=240):
+        assert list(result.value) == names
         for name, far in result.value.items():
             assert set(far.values()) == {0.0}, (name, far)
 

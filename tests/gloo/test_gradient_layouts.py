@@ -2,6 +2,8 @@
 
 Modules are laid out by PyTorch's own calls. Each one's losses and whole gradients are compared with
 those of an eager twin on one process, in float64, with one strand and with two.
+
+Wide are layouts that convert as another one does, and one rank, where nothing is converted.
 """
 
 import copy
@@ -33,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn import functional as F
+from traced_once import traced_once
 
 import interlace
 from interlace.config import PlanConfig
@@ -40,6 +43,7 @@ from interlace.errors import InputError
 from interlace.graphs.gradient_layouts import convert
 from interlace.graphs.torch_private import fake_tensor_mode
 from interlace.graphs.writer import GraphWriter
+from wide import WIDE
 
 QUICK = PlanConfig(cluster="h100", search="list")
 BOUND = 1e-12
@@ -259,6 +263,7 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@traced_once()
 def facts(case: Case, mesh: DeviceMesh, ways: Sequence[int]) -> dict[str, Any]:
     """How far losses, gradients and trained weights of so many strands are from those of eager
     autograd on one process, and whether gradients lie as their parameters do."""
@@ -300,16 +305,25 @@ def table(names: list[str], shape: list[int]) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("shape", [[1], [2], [2, 2]])
-def test_gradients_are_those_of_eager_autograd(shape: list[int]) -> None:
+QUICK_CASES = ["torchtitan's Llama", "gains of heads", "rows, batch cut"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        pytest.param([2], QUICK_CASES, id="2"),
+        pytest.param([2, 2], ["gains of heads"], id="2 x 2"),
+        pytest.param(
+            [2], [each for each in CASES if each not in QUICK_CASES], marks=WIDE, id="2, wide"
+        ),
+        pytest.param([2, 2], ["rows, batch cut"], marks=WIDE, id="2 x 2, wide"),
+        pytest.param([1], ["gains of heads"], marks=WIDE, id="1"),
+    ],
+)
+def test_gradients_are_those_of_eager_autograd(shape: list[int], names: list[str]) -> None:
     """Losses, whole gradients and the weights after a step of AdamW, with one strand and, of the
     first case, two, on one rank, on two, and on a mesh of two axes; gradients have the layouts of
     their parameters."""
-    names = list(CASES)
-    if shape == [1]:
-        names = ["gains of heads"]
-    if shape == [2, 2]:
-        names = ["gains of heads", "rows, batch cut"]
     ranks = math.prod(shape)
     results = run_ranks("test_gradient_layouts:table", ranks, args=[names, shape], timeout_s=200)
     for result in results:

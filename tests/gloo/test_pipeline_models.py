@@ -1,5 +1,8 @@
 """Pipelines beside tensor parallelism and replicas, over several steps of training, cut where the
 user says; and what is refused, or ends with a name.
+
+Wide are four stages of two ranks, beside two stages of two and, in `test_pipeline_step.py`, four of
+one.
 """
 
 import os
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from traced_once import traced_once
 
 import interlace
 from interlace.errors import InputError, InterlaceError
@@ -33,6 +37,7 @@ from interlace.parallel.local_parts import local
 from interlace.report.pipeline_picture import pipeline_png
 from interlace.schedules.finder import find
 from interlace.sim.pipeline_step import ACTION
+from wide import WIDE
 
 BESIDE_TENSOR = ("one_f_one_b", "folded", "zb_v", "interleaved", "stp", "eager_folded")
 BESIDE_REPLICAS = ("dual_pipe_v", "gpipe", "eager_one_f_one_b", "zb_h1", "one_f_one_b")
@@ -43,7 +48,7 @@ STEPS = 4
 
 def beside_tensor_parallelism() -> dict[str, list[str]]:
     """By schedule: what differs from one strand with tensor parallelism alone."""
-    with gloo_group(60):
+    with gloo_group(60), traced_once():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
         model = mixer()
         example().split(model, mesh["tp"])
@@ -84,7 +89,7 @@ def test_stages_of_several_ranks() -> None:
 
 def four_stages_of_two() -> dict[str, Any]:
     """The same with some layers that end in all-gathers, and dropout."""
-    with gloo_group(120):
+    with gloo_group(120), traced_once():
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("pp", "tp"))
 
         def split() -> nn.Module:
@@ -112,6 +117,7 @@ def parts(
     return {"losses": torch.stack(step.losses)} | {n: local(p).clone() for n, p in held.items()}
 
 
+@WIDE
 def test_four_stages_of_two_ranks() -> None:
     """Eight chunks of a layer or two, bit for bit as two ranks without stages."""
     found = [r.value for r in run_ranks("test_pipeline_models:four_stages_of_two", 8,
@@ -123,7 +129,7 @@ def test_four_stages_of_two_ranks() -> None:
 
 def beside_replicas() -> dict[str, Any]:
     """By schedule: what differs from one strand whose replicas see the same micro-batches."""
-    with gloo_group(60):
+    with gloo_group(60), traced_once():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
         batches = language(4, seed=mesh.get_local_rank("dp_replicate"))
         module = built()
@@ -170,7 +176,7 @@ def trained(
 
 def several_steps() -> dict[str, Any]:
     """What differs after steps of 3 to 6 micro-batches, from one strand on one rank."""
-    with gloo_group(60):
+    with gloo_group(60), traced_once():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
 
         def alone(module: nn.Module) -> Any:
@@ -317,7 +323,7 @@ def test_what_cannot_run_is_refused() -> None:
 def disagreeing() -> list[str]:
     """What this rank is told where ranks were given different schedules, or in the second step
     different numbers of micro-batches."""
-    with gloo_group(60):
+    with gloo_group(60), traced_once():
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("pp",))
         rank, found = dist.get_rank(), []
 

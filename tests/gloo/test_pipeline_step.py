@@ -11,6 +11,7 @@ import torch.distributed as dist
 from processes import gloo_group, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from traced_once import traced_once
 
 import interlace
 from interlace.config import PlanConfig
@@ -109,7 +110,7 @@ def differing(
 
 def every_schedule(micro_batches: int) -> dict[str, Any]:
     """What differs from one strand, by schedule."""
-    with gloo_group(60):
+    with gloo_group(60), traced_once():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
         batches = language(micro_batches)
         right = wanted(built, batches)

@@ -1,5 +1,9 @@
 """Plans of `transformers` models: what they do not say about gradients is found by watching the
-model, and folders, models and plans that cannot be used are refused, each with its reason."""
+model, and folders, models and plans that cannot be used are refused, each with its reason.
+
+Wide are other pairs of shared weights and tensor parallelism; `test_data_parallel.py` has all
+of ours.
+"""
 
 import json
 from collections.abc import Iterator
@@ -19,6 +23,7 @@ from interlace.models.transformers_model import build, published_sizes
 from interlace.parallel.plans import apply_published_plan, roles_of
 from interlace.parallel.split_values import SplitValues
 from interlace.train.model_flops import counted_flops_per_token
+from wide import WIDE
 
 SHAPE = {
     "hidden_size": 16,
@@ -88,15 +93,21 @@ def test_partial_gradients_and_shared_inputs_are_found(tmp_path: Path) -> None:
     assert len(shared) == 2
 
 
-SHARED = {
-    "qwen3": ("zero1x2 tp2", "zero3x2 tp2", "zero3x2 tp2 each", "rep2 zero3x2"),
-    "gpt2": ("zero1x4", "zero3x4"),
+SHARED = {"qwen3": ["zero3x2 tp2"], "gpt2": ["zero1x4"]}
+MORE_SHARED = {
+    "qwen3": ["zero1x2 tp2", "zero3x2 tp2 each", "rep2 zero3x2"],
+    "gpt2": ["zero3x4"],
 }
 FLOAT32_BOUND = 1e-5
 """Of gradients that are float64, but for norms that their own code takes in float32."""
 
 
-def test_data_parallel_ranks_share_models_of_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shared", [pytest.param(SHARED, id="4"), pytest.param(MORE_SHARED, marks=WIDE, id="4, wide")]
+)
+def test_data_parallel_ranks_share_models_of_others(
+    tmp_path: Path, shared: dict[str, list[str]]
+) -> None:
     """Unmodified models with a tied head, their weights sharded (ZeRO-1 and ZeRO-3) with and
     without tensor parallelism: two strands have the bits of one, and gradients are those of their
     own code on one process over all micro-batches."""
@@ -106,7 +117,7 @@ def test_data_parallel_ranks_share_models_of_others(tmp_path: Path) -> None:
         | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     }
     cases = []
-    for kind, layouts in SHARED.items():
+    for kind, layouts in shared.items():
         (tmp_path / kind).mkdir()
         make(tmp_path / kind, kind, vocab_size=64, **changes[kind])
         cases += [(layout, str(tmp_path / kind)) for layout in layouts]

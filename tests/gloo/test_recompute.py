@@ -1,5 +1,8 @@
 """Proves that recomputation changes memory and no bit, with one strand and with two, with dropout
-and without; and that gradients of bfloat16 micro-batches are summed in float32."""
+and without; and that gradients of bfloat16 micro-batches are summed in float32.
+
+Wide is one rank, whose graphs are those of two without the collectives.
+"""
 
 import re
 from typing import Any
@@ -10,12 +13,14 @@ from processes import gloo_group, run_ranks
 from recompute_world import Case, Family, counts, open_case
 from strand_world import differences
 from torch import Tensor, nn
+from traced_once import traced_once
 
 from interlace.errors import InputError
 from interlace.graphs.module_paths import blocks_of
 from interlace.graphs.recompute import RecomputePolicy, with_recompute
 from interlace.graphs.remake import AGAIN, kept_bytes
 from interlace.graphs.trace import trace_chunk
+from wide import WIDE
 
 FAMILIES = {
     "1": {"grouped queries": Family(kv_heads=2)},
@@ -42,6 +47,11 @@ def child(ranks: int) -> dict[str, Any]:
 
 def facts(family: Family, ranks: int) -> dict[str, Any]:
     """Per policy: bytes kept, operators of the backward, and which bits differ from `none`."""
+    with traced_once():
+        return _facts(family, ranks)
+
+
+def _facts(family: Family, ranks: int) -> dict[str, Any]:
     plain = open_case(family, ranks=ranks)
     truth = plain.run(plain.strands.sequential)
     cases: dict[str, Case] = {"none": plain}
@@ -64,7 +74,10 @@ def facts(family: Family, ranks: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=WIDE, id="one rank"), pytest.param(2, id="two ranks")],
+)
 def found(request: pytest.FixtureRequest) -> list[Any]:
     """Facts of every rank and family: by policy."""
     results = run_ranks("test_recompute:child", request.param, args=[request.param], timeout_s=240)

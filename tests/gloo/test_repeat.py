@@ -1,4 +1,8 @@
-"""Graphs made by tracing a few blocks and copying them are those of tracing all blocks."""
+"""Graphs made by tracing a few blocks and copying them are those of tracing all blocks.
+
+Wide are language models on one rank; those on one of two ranks have the same blocks and collectives
+beside them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -26,6 +30,7 @@ from interlace.parallel.meshes import build_meshes
 from interlace.parallel.tensor import apply_tensor_parallel, loss_context
 from interlace.runtime.traced_strands import build_strands
 from interlace.train.built_model import NextTokenLoss, build_module
+from wide import WIDE
 
 SEQUENCE = 16
 TRACED = 5
@@ -114,7 +119,7 @@ def compare_language_models(tensor: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=WIDE), 2])
 def test_graphs_of_language_models_are_those_of_a_direct_trace(tensor: int) -> None:
     """Names, operators, order, shapes, bindings, module paths, gradients, layouts, OpGraphs: Llama
     with grouped queries and with a tied head, GPT; alone and on one of two ranks."""

@@ -3,6 +3,9 @@ named by the others in bounded time.
 
 Real processes, real signals; the timeout of the process group is 600 s, so that nothing but the
 watchdog of the transfer can end a blocked rank in time.
+
+Wide are a rank that only receives, beside one that sends, and the end of a transfer whose store
+goes.
 """
 
 import os
@@ -15,6 +18,7 @@ import pytest
 from processes import RankResult, Ranks, gloo_group, run_ranks, start_ranks
 
 from interlace.ranks.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE
+from wide import WIDE
 
 pytestmark = pytest.mark.alone
 SURVIVORS_END_WITHIN_S = 5.0
@@ -130,7 +134,12 @@ def in_transfer(ranks: Ranks, rank: int) -> bool:
 
 @pytest.mark.parametrize(
     ("fault", "culprit"),
-    [(signal.SIGKILL, 1), (signal.SIGKILL, 2), (signal.SIGSTOP, 0), (signal.SIGSTOP, 2)],
+    [
+        (signal.SIGKILL, 1),
+        (signal.SIGSTOP, 0),
+        pytest.param(signal.SIGKILL, 2, marks=WIDE),
+        pytest.param(signal.SIGSTOP, 2, marks=WIDE),
+    ],
 )
 def test_a_rank_killed_or_paused_in_mid_transfer_is_named(fault: int, culprit: int) -> None:
     """Rank 0 also hosts the store; rank 2 only receives and forwards."""
@@ -153,7 +162,7 @@ def test_a_rank_that_is_paused_on_beginning_a_transfer_is_named() -> None:
         assert {result.rank for result in survivors(ranks, 2, time.monotonic())} == {0, 1}
 
 
-@pytest.mark.parametrize("host_stays", [True, False])
+@pytest.mark.parametrize("host_stays", [True, pytest.param(False, marks=WIDE)])
 def test_a_rank_that_is_paused_on_ending_a_transfer_is_named(host_stays: bool) -> None:
     """By those who wait for it in the next transfer, and not the rank that waits for its end."""
     target = "test_reshard_failures:pause_on_ending"

@@ -17,8 +17,6 @@ from training import Workplace
 from interlace.errors import RunError
 from interlace.ranks.attempt import meet
 
-pytestmark = pytest.mark.alone
-
 LIMIT_S = 200
 TORCHRUN = [
     "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1",
@@ -131,6 +129,7 @@ def test_ranks_leave_the_store_of_an_attempt_that_is_about_to_end() -> None:
     assert [each.value for each in results] == [{"earlier": False, "world": 2}] * 2
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("hosted_by", ["torchrun", "rank 0"])
 def test_a_rank_that_does_not_come_is_named(hosted_by: str) -> None:
     """In time, and the others that came end too."""

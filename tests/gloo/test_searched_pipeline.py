@@ -9,6 +9,7 @@ import torch.distributed as dist
 from processes import gloo_group, run_ranks
 from test_pipeline_step import QUICK, built, language, loss_of, wanted
 from torch.distributed.device_mesh import init_device_mesh
+from traced_once import traced_once
 
 import interlace
 from interlace.schedules.schedule_text import write_schedule
@@ -36,7 +37,7 @@ def found(ranks: int, overlap: float) -> SearchedPipeline:
 
 def searched_steps(folder: str) -> dict[str, Any]:
     """By case: what differs from one strand, and what this rank has."""
-    with gloo_group(60):
+    with gloo_group(60), traced_once():
         ranks = dist.get_world_size()
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
         results: dict[str, Any] = {}

@@ -1,5 +1,8 @@
 """Stages that are laid out each in its own way: bits of the same graphs one after the other, and
-gradients of plain eager autograd on one process within a bound, for every schedule."""
+gradients of plain eager autograd on one process within a bound, for every schedule.
+
+Wide are shared sequences in the layout of the first case, and six ranks.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +20,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from traced_once import traced_once
 
 import interlace
 from interlace.config import PlanConfig
 from interlace.ir.actions import Action, backward, forward, together
 from interlace.ir.stage_messages import chunks_of
 from interlace.schedules.finder import find
+from wide import wide_unless
 
 QUICK = PlanConfig(cluster="h100", search="list")
 SCHEDULES = (
@@ -194,7 +199,7 @@ def local(value: Tensor) -> Tensor:
 
 def every_schedule(layout: Layout, sequence: bool, schedules: list[str]) -> dict[str, Any]:
     """What differs from one micro-batch after the other, and from eager autograd."""
-    with gloo_group(60):
+    with gloo_group(60), traced_once():
         meshes = meshes_of(layout)
         loss, gradients = eager()
         largest = max(float(g.abs().max()) for g in gradients.values())
@@ -233,9 +238,15 @@ CASES: list[tuple[Layout, bool]] = [
     ([{"dp_replicate": 2, "tp": 2}, {"tp": 2}], True),
     ([{"tp": 4}, {"tp": 2}], False),
 ]
+QUICK_CASES = (0, 2)
+"""Stages of unlike axes by every schedule, and of unlike sizes with shared sequences; wide are the
+first layout with shared sequences, and six ranks."""
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(each, marks=wide_unless(each in QUICK_CASES)) for each in range(len(CASES))],
+)
 def test_every_schedule_has_the_bits_of_one_strand(number: int) -> None:
     layout, sequence = CASES[number]
     ranks = sum(int(torch.tensor(list(axes.values())).prod()) for axes in layout)

@@ -1,10 +1,13 @@
 """Stages that are laid out each in its own way, on models that were not written for it, and what is
-refused: before the first step where graphs tell, else in it, on all ranks alike."""
+refused: before the first step where graphs tell, else in it, on all ranks alike.
+
+Wide is a U-Transformer, a second model; `test_u_transformer.py` has its skips between stages."""
 
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from processes import gloo_group, run_ranks
@@ -24,12 +27,14 @@ from test_stage_layouts import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from traced_once import traced_once
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import interlace
 from interlace.data.digits import DigitsUnderNoise
 from interlace.errors import InterlaceError
 from interlace.models.u_transformer import UTransformer, preset
+from wide import WIDE
 
 
 def llama() -> nn.Module:
@@ -129,28 +134,30 @@ def against_eager(
     }
 
 
-def models() -> dict[str, Any]:
-    """A Llama of transformers and a U-Transformer, whose skips cross."""
+def of_others(name: str) -> dict[str, Any]:
+    """A Llama of transformers or a U-Transformer, whose skips cross."""
     with gloo_group(60):
-        return {
-            "llama": against_eager(
+        if name == "llama":
+            return against_eager(
                 llama, next_token, texts(), [{"tp": 2}, {"dp_replicate": 2}], "zb_v", ()
-            ),
-            "u": against_eager(
-                u_transformer, noise_loss, digits(), [{"dp_replicate": 2}, {"dp_replicate": 2}],
-                "one_f_one_b", ("up.0",),
-            ),
-        }  # fmt: skip
+            )
+        return against_eager(
+            u_transformer, noise_loss, digits(), [{"dp_replicate": 2}, {"dp_replicate": 2}],
+            "one_f_one_b", ("up.0",),
+        )  # fmt: skip
 
 
-def test_models_of_others_and_skips_between_stages() -> None:
-    results = [result.value for result in run_ranks("test_stage_layouts_models:models", 4,
-                                                    timeout_s=200)]  # fmt: skip
-    for name in ("llama", "u"):
-        of_ranks = [each[name] for each in results]
-        assert {n for each in of_ranks for n in each["own"]} == set(of_ranks[0]["all"])
-        assert max(each["error"] for each in of_ranks) < BOUND
-        assert "predicted" in of_ranks[0]["summary"]
+@pytest.mark.parametrize("name", ["llama", pytest.param("U-Transformer", marks=WIDE)])
+def test_models_of_others_and_skips_between_stages(name: str) -> None:
+    of_ranks = [
+        result.value
+        for result in run_ranks(
+            "test_stage_layouts_models:of_others", 4, args=[name], timeout_s=200
+        )
+    ]
+    assert {n for each in of_ranks for n in each["own"]} == set(of_ranks[0]["all"])
+    assert max(each["error"] for each in of_ranks) < BOUND
+    assert "predicted" in of_ranks[0]["summary"]
 
 
 class Tied(Skipping):
@@ -198,7 +205,7 @@ def _said(call: Callable[[], Any]) -> str:
 
 def refusals() -> dict[str, str]:
     """What this rank is told, by case."""
-    with gloo_group(60):
+    with gloo_group(60), traced_once():
         tp_dp = meshes_of([{"tp": 2}, {"dp_replicate": 2}])
         short = [DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",)),
                  DeviceMesh("cpu", [2], mesh_dim_names=("tp",))]  # fmt: skip

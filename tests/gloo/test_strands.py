@@ -1,6 +1,8 @@
 """Proves that interleaving two micro-batches changes no bit, and that what both compute is right.
 
 One launch of two ranks per child; the tests read the facts that it returns.
+
+Wide is a single rank, which `test_architectures.py` and `test_strange_modules.py` have too.
 """
 
 from itertools import pairwise
@@ -18,6 +20,7 @@ from interlace.step import Step
 from interlace.train.optimizer import build_optimizer, clip_gradients
 from interlace.train.step_runners import StepRunner
 from phases import both
+from wide import WIDE
 
 RANDOM_PLANS = {"plain": 5}
 """Of a variant; of others one of each style."""
@@ -236,6 +239,7 @@ def test_strands_equal_a_plain_llama_in_one_process(
         assert_close_to_plain(facts)
 
 
+@WIDE
 def test_one_rank_without_collectives() -> None:
     """A world of one: the same promises with no communication at all."""
     (result,) = run_ranks("test_strands:small", 1, args=[1], timeout_s=200)

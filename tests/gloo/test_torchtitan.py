@@ -1,4 +1,8 @@
-"""torchtitan's trainer with interleaved micro-batches against itself without."""
+"""torchtitan's trainer with interleaved micro-batches against itself without.
+
+`make test` has one rank, and on two shards and tensor parallelism; wide are Qwen3, replicas in
+float32, and shards of tensor-parallel ranks.
+"""
 
 import importlib.util
 import re
@@ -14,25 +18,30 @@ from torch.distributed.tensor import DTensor
 
 from interlace.config import PlanConfig
 from interlace.errors import InputError
+from wide import WIDE
 
 pytestmark = pytest.mark.skipif(
     not SITE.exists() and importlib.util.find_spec("torchtitan") is None,
     reason="needs the extra torchtitan, which make setup brings",
 )
 STEPS = 3
-CASES: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"plain": {}, "qwen3": {"model": "qwen3"}},
-    2: {
-        "sharded": {},
-        "replicas": {
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "sharded": (2, {}),
+    "tensor": (2, {"parallelism.tensor_parallel_degree": 2}),
+}
+"""Number of ranks, and what is set in the debug recipe of a model."""
+WIDE_CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "qwen3": (1, {"model": "qwen3"}),
+    "replicas": (
+        2,
+        {
             "parallelism.data_parallel_replicate_degree": 2,
             "training.mixed_precision_param": "float32",
         },
-        "tensor": {"parallelism.tensor_parallel_degree": 2},
-    },
-    4: {"both": {"parallelism.tensor_parallel_degree": 2}},
+    ),
+    "both": (4, {"parallelism.tensor_parallel_degree": 2}),
 }
-"""By the number of ranks: what is set in the debug recipe of a model."""
 
 
 def trained(kind: Any, config: Any) -> tuple[list[tuple[float, float]], list[Tensor]]:
@@ -223,34 +232,46 @@ def attention_is_flex() -> float:
     return float((found - wanted.transpose(1, 2)).abs().max())
 
 
-def ranks(folder: str, number: int) -> dict[str, Any]:
-    """A child: all that is tried on so many ranks."""
+def ranks(folder: str, options: list[dict[str, Any]]) -> list[bool]:
+    """A child: whether each case is equal."""
     prepare()
-    found: dict[str, Any] = {}
     with world():
-        if number == 1:
-            found |= {"refused": refused(folder), "built": command_line()}
-            found["flex"] = attention_is_flex()
-        found["equal"] = {name: equal(folder, each) for name, each in CASES[number].items()}
-        if number == 1:
-            found["recipes"] = of_every_recipe()
-    return found
+        return [equal(folder, each) for each in options]
 
 
-@pytest.mark.parametrize("number", CASES)
-def test_losses_norms_and_weights_are_those_of_torchtitan(
-    number: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["plain"], id="1"),
+        pytest.param(["sharded", "tensor"], id="2"),
+        *(pytest.param([name], marks=WIDE, id=name) for name in WIDE_CASES),
+    ],
+)
+def test_losses_norms_and_weights_are_those_of_torchtitan(names: list[str], tmp_path: Path) -> None:
     """To the last bit, in bfloat16 and float32, with gradients accumulated over 3 micro-batches."""
-    folder = str(tmp_path_factory.mktemp("titan"))
-    found = run_ranks("test_torchtitan:ranks", number, args=[folder, number], timeout_s=200)
-    for result in found:
-        assert all(result.value["equal"].values()), result.value["equal"]
-    if number == 1:
-        value = found[0].value
-        assert value["built"] == "TitanTrainer"
-        assert value["flex"] < 1e-6
-        assert value["refused"].keys() == REFUSED.keys()
-        for name, part in REFUSED.items():
-            assert part in value["refused"][name], (name, value["refused"][name])
-        check_recipes(value["recipes"])
+    cases = [(CASES | WIDE_CASES)[name] for name in names]
+    [number] = {number for number, _ in cases}
+    args = [str(tmp_path), [options for _, options in cases]]
+    for result in run_ranks("test_torchtitan:ranks", number, args=args, timeout_s=200):
+        assert dict(zip(names, result.value, strict=True)) == dict.fromkeys(names, True)
+
+
+def without_training(folder: str) -> dict[str, Any]:
+    """A child: what is refused, what the command line builds, and masks."""
+    prepare()
+    with world():
+        found = {"refused": refused(folder), "built": command_line(), "flex": attention_is_flex()}
+        return found | {"recipes": of_every_recipe()}
+
+
+def test_recipes_are_taken_or_refused(tmp_path: Path) -> None:
+    """By name and with a reason; and packed documents have the mask of FlexAttention."""
+    args = [str(tmp_path)]
+    [result] = run_ranks("test_torchtitan:without_training", 1, args=args, timeout_s=200)
+    value = result.value
+    assert value["built"] == "TitanTrainer"
+    assert value["flex"] < 1e-6
+    assert value["refused"].keys() == REFUSED.keys()
+    for name, part in REFUSED.items():
+        assert part in value["refused"][name], (name, value["refused"][name])
+    check_recipes(value["recipes"])

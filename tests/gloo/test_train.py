@@ -1,4 +1,8 @@
-"""Proves what `interlace train` promises, on two real ranks: results, files, refusals."""
+"""Proves what `interlace train` promises, on two real ranks: results, files, refusals.
+
+Wide are two strands that are asked for, which a run has by itself, and a second field in which
+ranks disagree.
+"""
 
 import json
 import math
@@ -23,6 +27,7 @@ from interlace.ir.timeline import Timeline, overlaps
 from interlace.report.cost_tables import headline
 from interlace.train.environment import describe_environment
 from phases import both
+from wide import WIDE
 
 ALONE = ("--parallel.tensor", "1")
 
@@ -77,7 +82,7 @@ def test_the_comparison_says_that_strands_change_nothing(place: Workplace) -> No
     assert modes["2"]["losses"] == place.losses("out")[:2]
 
 
-@pytest.mark.parametrize("strands", ["2", "1", "eager"])
+@pytest.mark.parametrize("strands", [pytest.param("2", marks=WIDE), "1", "eager"])
 def test_every_way_to_run_gives_the_same_losses(place: Workplace, strands: str) -> None:
     """Bit for bit for strands, with the same seed and without a comparison before."""
     out = f"out-{strands}"
@@ -220,7 +225,10 @@ def test_a_loss_that_is_not_finite_ends_the_run(place: Workplace) -> None:
 
 @pytest.mark.parametrize(
     ("words", "field"),
-    [(("--train.seed", "2"), "train.seed"), (("--model.width", "128"), "model.width")],
+    [
+        (("--model.width", "128"), "model.width"),
+        pytest.param(("--train.seed", "2"), "train.seed", marks=WIDE),
+    ],
 )
 def test_ranks_with_different_configurations_stop(
     place: Workplace, words: tuple[str, ...], field: str

@@ -1,4 +1,7 @@
-"""Proves that a training run ends, cleanly and on all ranks, whatever is done to it."""
+"""Proves that a training run ends, cleanly and on all ranks, whatever is done to it.
+
+Wide are a killed rank 1 and a paused rank 0, beside a killed rank 0 and a paused rank 1.
+"""
 
 import signal
 import time
@@ -7,6 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from training import Command, Workplace, send
+
+from wide import WIDE
 
 pytestmark = pytest.mark.alone
 
@@ -53,10 +58,17 @@ def test_ctrl_c_ends_all_ranks(job: Command, place: Workplace) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "paused"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        pytest.param(0, signal.SIGKILL, id="0-killed"),
+        pytest.param(1, signal.SIGSTOP, id="1-paused"),
+        pytest.param(0, signal.SIGSTOP, marks=WIDE, id="0-paused"),
+        pytest.param(1, signal.SIGKILL, marks=WIDE, id="1-killed"),
+    ],
+)
 def test_a_lost_rank_ends_the_job_and_is_named(
-    job: Command, number: signal.Signals, rank: int
+    job: Command, rank: int, number: signal.Signals
 ) -> None:
     """A rank killed or paused in mid-step: exit 1 within 5 seconds, and no process is left."""
     since = send(job.rank(rank), number)

@@ -1,5 +1,9 @@
 """Proves that `interlace train` deals experts to ranks: losses and norms of one rank within float32
-rounding, checkpoints that go on with another number of ranks, and what is said of the load."""
+rounding, checkpoints that go on with another number of ranks, and what is said of the load.
+
+`make test` has two ranks, two stages of two, and what goes on or begins on one rank or two; wide
+are the other numbers of ranks and stages, and biases of routers in stages and behind a checkpoint;
+`test_expert_layouts.py` and `test_expert_stages.py` hold such layouts in float64."""
 
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +20,7 @@ from interlace.run_files import RENEW_PLAN
 from interlace.train.metrics import MetricsWriter
 from interlace.train.renewal import STEPS as DRIFT_STEPS
 from interlace.train.renewal import Drift
+from wide import WIDE
 
 STEPS, SAVED = 4, 2
 COMMON: dict[str, Any] = {
@@ -76,28 +81,39 @@ def biases(runs: Runs, out: str) -> dict[str, torch.Tensor]:
     return {name: whole_tensor(reader, name) for name in names if name.startswith(BUFFERS)}
 
 
-def test_losses_and_norms_are_those_of_one_rank(runs: Runs) -> None:
-    """ZeRO-3 over the ranks of the experts; two replicas of two, with tensor parallelism; and two
-    stages of two, with ZeRO-3."""
-    runs.train("four", 4, **FOUR)
-    for out in ("two", "four", "staged"):
-        assert numbers(runs, out) == pytest.approx(numbers(runs, "one"), rel=1e-5)
+@pytest.mark.parametrize("out", ["two", "staged", pytest.param("four", marks=WIDE)])
+def test_losses_and_norms_are_those_of_one_rank(runs: Runs, out: str) -> None:
+    """ZeRO-3 over the ranks of the experts; two stages of two, with ZeRO-3; and two replicas of
+    two, with tensor parallelism."""
+    if out == "four":
+        runs.train(out, 4, **FOUR)
+    assert numbers(runs, out) == pytest.approx(numbers(runs, "one"), rel=1e-5)
 
 
-def test_checkpoints_go_on_with_other_ranks_for_experts(runs: Runs) -> None:
+EACH = {
+    "train__micro_batch_size": 1, "parallel__data_replicate": 4, "parallel__expert": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("out", "ranks", "source", "settings"),
+    [
+        ("alone", 1, "staged", ONE),
+        ("stages of one", 2, "two", ONE | STAGES),
+        pytest.param("each", 4, "staged", COMMON | EACH, marks=WIDE),
+        pytest.param("whole", 2, "two", TWO | {"parallel__expert": 1}, marks=WIDE),
+        pytest.param("stages of two", 4, "two", STAGED | {"parallel__zero": 1}, marks=WIDE),
+        pytest.param("as many stages", 2, "staged", ONE | STAGES, marks=WIDE),
+    ],
+)
+def test_checkpoints_go_on_with_other_ranks_for_experts(
+    runs: Runs, out: str, ranks: int, source: str, settings: dict[str, Any]
+) -> None:
     """Two ranks saved, and two stages of two each: one rank goes on, and four, each with an expert
     of four, two without them, and other numbers of stages. ZeRO is there on one side or both."""
-    four = COMMON | {"train__micro_batch_size": 1}
-    for out, ranks, source, settings in (
-        ("alone", 1, "staged", ONE),
-        ("each", 4, "staged", four | {"parallel__data_replicate": 4, "parallel__expert": 4}),
-        ("whole", 2, "two", TWO | {"parallel__expert": 1}),
-        ("stages of two", 4, "two", STAGED | {"parallel__zero": 1}),
-        ("stages of one", 2, "staged", ONE | STAGES),
-    ):
-        resume = {"checkpoint__every": 0, "checkpoint__resume": runs.checkpoint(source, SAVED)}
-        runs.train(out, ranks, **settings | resume)
-        assert runs.losses(out) == pytest.approx(runs.losses("one")[SAVED:], rel=1e-5)
+    resume = {"checkpoint__every": 0, "checkpoint__resume": runs.checkpoint(source, SAVED)}
+    runs.train(out, ranks, **settings | resume)
+    assert runs.losses(out) == pytest.approx(runs.losses("one")[SAVED:], rel=1e-5)
 
 
 def test_the_load_of_experts_is_written_and_drawn(runs: Runs) -> None:
@@ -133,22 +149,30 @@ def test_recorded_steps_say_what_exchanges_and_uneven_load_cost(runs: Runs) -> N
     assert "expert_skew_ms" not in alone
 
 
-def test_a_published_checkpoint_is_dealt_to_ranks(runs: Runs) -> None:
-    """A folder of Mixtral's form, made of a run, is where one rank, two and four begin alike."""
-    folder, published = runs.checkpoint("one", STEPS), runs.folder / "published"
-    export_checkpoint(folder, sound_manifest(folder), published, torch.float32)
-    start = {"model__config": str(published), "train__steps": 2, "checkpoint__every": 0}
-    for out, ranks, settings in (
-        ("from-one", 1, ONE),
-        ("from-two", 2, TWO),
-        ("from-four", 4, FOUR),
-    ):
-        runs.train(out, ranks, **settings | start)
+@pytest.fixture(scope="module")
+def published(runs: Runs) -> dict[str, Any]:
+    """Begins with a folder of Mixtral's form, made of a run; one rank has done so: `from-one`."""
+    folder, exported = runs.checkpoint("one", STEPS), runs.folder / "published"
+    export_checkpoint(folder, sound_manifest(folder), exported, torch.float32)
+    start = {"model__config": str(exported), "train__steps": 2, "checkpoint__every": 0}
+    runs.train("from-one", 1, **ONE | start)
+    return start
+
+
+@pytest.mark.parametrize(
+    ("out", "ranks", "settings"),
+    [("from-two", 2, TWO), pytest.param("from-four", 4, FOUR, marks=WIDE)],
+)
+def test_a_published_checkpoint_is_dealt_to_ranks(
+    runs: Runs, published: dict[str, Any], out: str, ranks: int, settings: dict[str, Any]
+) -> None:
+    """Ranks begin as one does that reads the same folder."""
+    runs.train(out, ranks, **settings | published)
     assert runs.losses("from-one")[0] < runs.losses("one")[0] - 0.1
-    for out in ("from-two", "from-four"):
-        assert numbers(runs, out) == pytest.approx(numbers(runs, "from-one"), rel=1e-5)
+    assert numbers(runs, out) == pytest.approx(numbers(runs, "from-one"), rel=1e-5)
 
 
+@WIDE
 def test_stages_of_a_pipeline_have_layers_of_experts(runs: Runs) -> None:
     """All experts of a layer on one rank: nothing of them crosses."""
     stages = {"strands": "2", "parallel__pipeline": 2, "pipeline__schedule": "zb_v"}
@@ -156,30 +180,51 @@ def test_stages_of_a_pipeline_have_layers_of_experts(runs: Runs) -> None:
     assert numbers(runs, "stages") == pytest.approx(numbers(runs, "one"), rel=1e-5)
 
 
-def test_biases_of_routers_move_with_the_load_of_all_ranks(runs: Runs) -> None:
-    """One rank and two end with the same biases, and so do two stages, and a run that a checkpoint
-    interrupted: each has moved by the speed in every step, up or down."""
-    biased = {
-        "model__experts__router": "sigmoid",
-        "model__experts__balance": "bias",
-        "model__experts__bias_speed": 0.001,
-    }
-    runs.train("biased-one", 1, **ONE | biased)
-    runs.train("biased-two", 2, **TWO | biased)
-    source = runs.checkpoint("biased-two", SAVED)
-    runs.train("biased-stages", 2, **ONE | STAGES | biased)
-    runs.train("biased-on", 2, **TWO | biased | {"checkpoint__resume": source})
-    assert runs.losses("biased-two") == pytest.approx(runs.losses("biased-one"), rel=1e-5)
-    assert runs.losses("biased-on") == pytest.approx(runs.losses("biased-one")[SAVED:], rel=1e-5)
-    wanted = biases(runs, "biased-one")
-    assert len(wanted) == 2
-    for tensors in (biases(runs, f"biased-{end}") for end in ("two", "stages", "on")):
-        assert tensors.keys() == wanted.keys()
-        for name, bias in wanted.items():
-            assert torch.equal(tensors[name], bias)
-    moved = torch.stack(list(wanted.values())) / 0.001
+BIASED = {
+    "model__experts__router": "sigmoid",
+    "model__experts__balance": "bias",
+    "model__experts__bias_speed": 0.001,
+}
+
+
+@pytest.fixture(scope="module")
+def biased(runs: Runs) -> dict[str, torch.Tensor]:
+    """The biases of one rank, of which each has moved by the speed in every step, up or down; two
+    ranks have run too."""
+    runs.train("biased-one", 1, **ONE | BIASED)
+    runs.train("biased-two", 2, **TWO | BIASED)
+    found = biases(runs, "biased-one")
+    assert len(found) == 2
+    moved = torch.stack(list(found.values())) / 0.001
     assert torch.allclose(moved, moved.round(), atol=1e-3)
     assert 2 <= moved.abs().max().round() <= STEPS
+    return found
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        "biased-two",
+        pytest.param("biased-stages", marks=WIDE),
+        pytest.param("biased-on", marks=WIDE),
+    ],
+)
+def test_biases_of_routers_move_with_the_load_of_all_ranks(
+    runs: Runs, biased: dict[str, torch.Tensor], out: str
+) -> None:
+    """One rank and two end with the same biases, and so do two stages, and a run that a checkpoint
+    interrupted."""
+    if out == "biased-stages":
+        runs.train(out, 2, **ONE | STAGES | BIASED)
+    if out == "biased-on":
+        resume = {"checkpoint__resume": runs.checkpoint("biased-two", SAVED)}
+        runs.train(out, 2, **TWO | BIASED | resume)
+    wanted = runs.losses("biased-one")[SAVED if out == "biased-on" else 0 :]
+    assert runs.losses(out) == pytest.approx(wanted, rel=1e-5)
+    tensors = biases(runs, out)
+    assert tensors.keys() == biased.keys()
+    for name, bias in biased.items():
+        assert torch.equal(tensors[name], bias)
 
 
 def child_that_asks(folder: str, settings: dict[str, str], after: str) -> dict[str, str]:
@@ -200,7 +245,7 @@ def child_that_asks(folder: str, settings: dict[str, str], after: str) -> dict[s
 def test_a_plan_is_made_again_when_the_load_drifts_and_when_asked_for(runs: Runs) -> None:
     """With the bits of a run without plans, and between two steps of all ranks. A run that has no
     measured plan says so, and goes on."""
-    steps = {"train__steps": 2 * DRIFT_STEPS + 2, "checkpoint__every": 0}
+    steps = {"train__steps": 2 * DRIFT_STEPS + 2, "checkpoint__every": 0, "model__layers": 1}
     measured = {"train__renew_plan_at": 1e-6, "plan__cluster": "", "plan__profile_repeats": 1}
     name = "test_train_experts:child_that_asks"
     runs.train("kept", 2, target=name, more=["step"], **TWO | steps | {"strands": "1"})

@@ -1,4 +1,10 @@
-"""Proves that `interlace train` deals layers to the stages of a pipeline without changing a bit."""
+"""Proves that `interlace train` deals layers to the stages of a pipeline without changing a bit.
+
+`make test` has tensor parallelism and ZeRO-1 in stages, and each form of a schedule once. Wide are
+three stages, other numbers of chunks, eight ranks, bfloat16, recomputing where ranks share weights,
+other pairs of layouts between which checkpoints go, and ZeRO-3 and replicas, which
+`test_dense_stages.py` and `test_pipeline_models.py` have in stages of four ranks.
+"""
 
 import json
 import os
@@ -18,6 +24,7 @@ from interlace.ir import store
 from interlace.parallel.local_parts import local
 from interlace.report.build import build_report
 from interlace.sim.pipeline_step import ComparedStep
+from wide import WIDE
 
 pytestmark = pytest.mark.gloo
 STEPS, SAVED = 4, 2
@@ -57,8 +64,12 @@ def numbers(runs: Runs, out: str) -> list[tuple[Any, ...]]:
         ("folded", 2, "one", {}),
         # A layer that is cut in its middle and computed again needs its weights on two stages.
         ("again", 2, "one", {"pipeline__schedule": "zb_v", "train__recompute": "layer"}),
-        ("thirds", 3, "one", {"parallel__pipeline": 3, "pipeline__split_at": BLOCKS}),
-        ("options", 2, "one", {"pipeline__schedule": "interleaved(chunks=3)"}),
+        pytest.param(
+            "thirds", 3, "one", {"parallel__pipeline": 3, "pipeline__split_at": BLOCKS}, marks=WIDE
+        ),
+        pytest.param(
+            "options", 2, "one", {"pipeline__schedule": "interleaved(chunks=3)"}, marks=WIDE
+        ),
         ("gpt-v", 2, "gpt", {"pipeline__schedule": "dual_pipe_v", **GPT}),
     ],
 )
@@ -77,8 +88,8 @@ def test_stages_change_no_bit(
     ("out", "ranks", "source", "settings"),
     [
         ("fewer", 1, "folded", COMMON),
-        ("more", 3, "one", PIPELINE | {"parallel__pipeline": 3}),
-        ("other", 2, "folded", PIPELINE | {"pipeline__schedule": "zb_h1"}),
+        pytest.param("more", 3, "one", PIPELINE | {"parallel__pipeline": 3}, marks=WIDE),
+        pytest.param("other", 2, "folded", PIPELINE | {"pipeline__schedule": "zb_h1"}, marks=WIDE),
     ],
 )
 def test_checkpoints_go_on_with_another_number_of_stages(
@@ -92,7 +103,14 @@ def test_checkpoints_go_on_with_another_number_of_stages(
     assert runs.losses(out) == runs.losses("one")[SAVED:]
 
 
-@pytest.mark.parametrize("axes", [("pipeline",), ("data_shard",), ("pipeline", "data_shard")])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ("pipeline",),
+        pytest.param(("data_shard",), marks=WIDE),
+        pytest.param(("pipeline", "data_shard"), marks=WIDE),
+    ],
+)
 def test_weights_that_were_read_from_files(runs: Runs, axes: tuple[str, ...]) -> None:
     """An unmodified model of transformers whose weights safetensors has mapped: memory of what a
     rank has not (of other stages, shared with ZeRO-3, or both) is given back all the same."""
@@ -161,7 +179,7 @@ def test_the_report_shows_all_ranks(runs: Runs, tmp_path: Path) -> None:
     assert f"report-{run_files.PIPELINE_PICTURE}" in {path.name for path in pictures}
 
 
-@pytest.mark.parametrize("axis", ["tensor", "data_replicate"])
+@pytest.mark.parametrize("axis", ["tensor", pytest.param("data_replicate", marks=WIDE)])
 def test_stages_of_several_ranks(runs: Runs, axis: str) -> None:
     """Two stages of two ranks each, which share layers or see other data: the losses of two ranks
     without stages; norms are added in another order."""
@@ -213,7 +231,7 @@ def shared(runs: Runs, name: str, kind: str, layout: dict[str, Any]) -> str:
     return out
 
 
-@pytest.mark.parametrize("name", ["zero", "bfloat16"])
+@pytest.mark.parametrize("name", ["zero", pytest.param("bfloat16", marks=WIDE)])
 def test_ranks_of_a_stage_share_its_optimizer(runs: Runs, name: str) -> None:
     """ZeRO-1 in a stage: the losses of whole masters on every rank of it, to the last bit."""
     whole = shared(runs, name, "whole", {"parallel__data_replicate": 2})
@@ -223,6 +241,7 @@ def test_ranks_of_a_stage_share_its_optimizer(runs: Runs, name: str) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-12)
 
 
+@WIDE
 @pytest.mark.parametrize(("name", "kind", "layout"), [
     ("tensor", "gathered", ZERO3),
     ("context", "zero", ZERO),
@@ -243,6 +262,7 @@ def test_stages_whose_ranks_share_a_layer_too(
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+@WIDE
 @pytest.mark.parametrize("name", ["zero", "bfloat16", "again"])
 def test_stages_gather_their_weights(runs: Runs, name: str) -> None:
     """ZeRO-3 in a stage, with a head tied to the embedding of another one: losses and norms of
@@ -254,7 +274,11 @@ def test_stages_gather_their_weights(runs: Runs, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("source", "layout"),
-    [("zero", {"parallel__data_replicate": 2}), ("whole", ZERO3), ("gathered", ZERO)],
+    [
+        ("zero", {"parallel__data_replicate": 2}),
+        pytest.param("whole", ZERO3, marks=WIDE),
+        pytest.param("gathered", ZERO, marks=WIDE),
+    ],
 )
 def test_checkpoints_of_a_shared_optimizer(runs: Runs, source: str, layout: dict[str, Any]) -> None:
     """What ranks saved in parts others take up whole, or in other parts."""

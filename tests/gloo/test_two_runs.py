@@ -7,13 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from checkpoint_runs import Runs
 
 from interlace.checkpoint.to_hugging_face import sound_manifest
 from interlace.claims import LOCK, read_owner
-
-pytestmark = pytest.mark.alone
 
 LIVE: dict[str, Any] = {
     "train__steps": 100000, "output__record_every": 0, "checkpoint__every": 4,

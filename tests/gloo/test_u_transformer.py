@@ -1,5 +1,8 @@
 """The U-Transformer: sizes of its presets, training on digits, and pipelines of it, whose skips go
 from early stages to late ones, against one strand on one rank and plain eager code.
+
+`make test` has two stages, where chunks already hand skips to later ones, and runs the example in
+stages; wide are four stages, and the numbers of the example in one process.
 """
 
 import os
@@ -16,6 +19,7 @@ from processes import gloo_group, run_ranks
 from test_compile_step import EXAMPLES, QUICK, near
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from traced_once import traced_once
 
 import interlace
 from interlace.data.digits import HELD_OUT, DenoisingBatch, DigitsUnderNoise
@@ -24,6 +28,7 @@ from interlace.ir.actions import Direction
 from interlace.models.u_transformer import PRESETS, UTransformer, UTransformerConfig, preset
 from interlace.runtime.chunks import Placement, chunked
 from interlace.runtime.traced_strands import build_strands
+from wide import WIDE
 
 MILLION = 1_000_000
 MICRO_BATCHES = 4
@@ -206,7 +211,7 @@ def test_one_strand_is_near_eager_code() -> None:
 
 
 def one_strand(file: str) -> None:
-    """A child: what one strand gives on one rank, in float32, kept in a file."""
+    """What one strand gives in this process, in float32, kept in a file."""
     batches = halves(DigitsUnderNoise().micro_batches(0, MICRO_BATCHES, 2))
     module = tiny()
     step = interlace.compile_step(module, denoising_loss, batches[0], strands=1, config=QUICK)
@@ -217,10 +222,14 @@ def one_strand(file: str) -> None:
 
 
 def staged(file: str) -> dict[str, Any]:
-    """By schedule: what differs from one strand of the same graphs, which a file has."""
-    with gloo_group(60):
+    """By schedule: what differs from one strand of the same graphs on the first rank, which leaves
+    that in a file."""
+    with gloo_group(60), traced_once():
         ranks = dist.get_world_size()
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
+        if dist.get_rank() == 0:
+            one_strand(file)
+        dist.barrier()
         batches = halves(DigitsUnderNoise().micro_batches(0, MICRO_BATCHES, 2))
         right: dict[str, Tensor] = torch.load(file)
         found: dict[str, Any] = {"all": sorted(set(right) - {"losses", "evaluated"})}
@@ -245,19 +254,17 @@ def staged(file: str) -> dict[str, Any]:
         return found
 
 
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with what one strand gives: ranks that each trace it take a third of the time here."""
-    file = str(tmp_path_factory.mktemp("one") / "strand.pt")
-    run_ranks("test_u_transformer:one_strand", 1, args=[file], timeout_s=120)
-    return file
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_pipelines_have_the_bits_of_one_strand(ranks: int, right: str) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=WIDE)])
+def test_pipelines_have_the_bits_of_one_strand(ranks: int, tmp_path: Path) -> None:
     """Losses on all ranks, each gradient on the rank of its stage; cut at named sub-modules."""
     found = [
-        r.value for r in run_ranks("test_u_transformer:staged", ranks, args=[right], timeout_s=120)
+        r.value
+        for r in run_ranks(
+            "test_u_transformer:staged",
+            ranks,
+            args=[str(tmp_path / "one_strand.pt")],
+            timeout_s=120,
+        )
     ]
     for schedule in (name for name, p in SPLITS if p == ranks):
         of_ranks = [each[schedule] for each in found]
@@ -284,14 +291,26 @@ def losses_of_example(start: list[str], picture: Path) -> list[float]:
     return [float(line.split()[-1]) for line in lines[:-1]]
 
 
-def test_the_example_runs_alone_and_in_stages(tmp_path: Path) -> None:
-    """The loss falls, also on digits that were held out, by the same numbers; and it draws."""
-    alone = losses_of_example([], tmp_path / "alone.png")
+@pytest.fixture(scope="module")
+def staged_example(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
+    """What the example printed on two ranks, and its picture."""
+    picture = tmp_path_factory.mktemp("example") / "staged.png"
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    staged = losses_of_example(ranks, tmp_path / "staged.png")
-    assert staged == pytest.approx(alone, rel=1e-4)
-    first, last, held_out = alone
+    return losses_of_example(ranks, picture), picture
+
+
+def test_the_example_runs_in_stages(staged_example: tuple[list[float], Path]) -> None:
+    """The loss falls, also on digits that were held out; and it draws."""
+    (first, last, held_out), picture = staged_example
     assert last < 0.5 * first
     assert held_out < 0.5 * first
-    for name in ("alone.png", "staged.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@WIDE
+def test_the_example_has_the_same_numbers_alone(
+    staged_example: tuple[list[float], Path], tmp_path: Path
+) -> None:
+    alone = losses_of_example([], tmp_path / "alone.png")
+    assert staged_example[0] == pytest.approx(alone, rel=1e-4)
+    assert (tmp_path / "alone.png").read_bytes().startswith(b"\x89PNG")

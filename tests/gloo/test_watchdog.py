@@ -2,6 +2,9 @@
 
 Real processes, real signals. The group timeout is 600 s, so that nothing but the watchdog can
 end a blocked rank in time.
+
+Wide is the other half of the pairs of fault, rank and operation; each two of them are in one of
+these halves.
 """
 
 import ctypes
@@ -19,6 +22,7 @@ from processes import RankResult, Ranks, child_environment, gloo_group, start_ra
 from interlace.config import WatchdogConfig
 from interlace.errors import InputError
 from interlace.ranks.watchdog import PEER_EXIT_CODE, STORE_EXIT_CODE, Watchdog
+from wide import WIDE
 
 pytestmark = pytest.mark.alone
 SURVIVORS_END_WITHIN_S = 5.0
@@ -88,10 +92,20 @@ def survivors(ranks: Ranks, culprit: int, fault_at: float) -> list[RankResult]:
     return results
 
 
-@pytest.mark.parametrize("operation", ["all-reduce", "send"])
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_killed_or_paused_ends_all_others(operation: str, culprit: int, fault: int) -> None:
+@pytest.mark.parametrize(
+    ("fault", "culprit", "operation"),
+    [
+        (signal.SIGKILL, 0, "all-reduce"),
+        (signal.SIGKILL, 1, "send"),
+        (signal.SIGSTOP, 0, "send"),
+        (signal.SIGSTOP, 1, "all-reduce"),
+        pytest.param(signal.SIGKILL, 0, "send", marks=WIDE),
+        pytest.param(signal.SIGKILL, 1, "all-reduce", marks=WIDE),
+        pytest.param(signal.SIGSTOP, 0, "all-reduce", marks=WIDE),
+        pytest.param(signal.SIGSTOP, 1, "send", marks=WIDE),
+    ],
+)
+def test_a_rank_killed_or_paused_ends_all_others(fault: int, culprit: int, operation: str) -> None:
     """Rank 0 hosts the store: its death and its pause must be named as well."""
     with start_ranks("test_watchdog:train", 3, args=[operation, 10**9, ""]) as ranks:
         for rank in range(3):

@@ -30,7 +30,10 @@ from interlace.lab.hosts import (
 )
 
 _REASON = available()
-pytestmark = pytest.mark.skipif(bool(_REASON), reason=f"no lab can be made here: {_REASON}")
+pytestmark = [
+    pytest.mark.alone,  # its ranks are pinned to cores, which others would take
+    pytest.mark.skipif(bool(_REASON), reason=f"no lab can be made here: {_REASON}"),
+]
 
 
 @pytest.fixture(autouse=True)

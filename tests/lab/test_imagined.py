@@ -157,6 +157,7 @@ def child_times() -> list[float]:
     return ends
 
 
+@pytest.mark.alone
 def test_collectives_queue_for_their_link() -> None:
     """Five end in the order of issue, none before its turn; threads end with the world."""
     assert len(run_ranks("test_imagined:child_times", 1)[0].value) == 5
