@@ -1,5 +1,8 @@
 """compile_step traces a few of many equal blocks, unless the forward of the whole module treats one
-of them in another way."""
+of them in another way.
+
+Wide are forms of what is around a block that are alike or differ by the same rule as another one.
+"""
 
 from collections.abc import Callable
 
@@ -26,6 +29,7 @@ from interlace.graphs.repeat import trace_repeated
 from interlace.graphs.torch_private import init_fake_world
 from interlace.graphs.trace import trace_chunk
 from interlace.runtime.mesh_axes import axis_of_group
+from wide import wide_unless
 
 DEPTH, TWIN = 12, 5
 """Blocks of each module, and blocks of a twin with periods of one block."""
@@ -84,7 +88,16 @@ ALIKE: dict[str, Around] = {
 }
 
 
-@pytest.mark.parametrize("around", ALIKE.values(), ids=ALIKE)
+QUICK_ALIKE = ("plain", "what came first", "recomputed", "autocast")
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        pytest.param(around, id=name, marks=wide_unless(name in QUICK_ALIKE))
+        for name, around in ALIKE.items()
+    ],
+)
 def test_equal_blocks_are_copied(around: Around, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graphs are those of tracing all blocks, and know what was read of all. The blocks in the
     middle were not even captured, but where calls of blocks stand in a graph of their own."""
@@ -132,7 +145,16 @@ DIFFERENT: dict[str, tuple[Around, str]] = {
 }
 
 
-@pytest.mark.parametrize(("around", "reason"), DIFFERENT.values(), ids=DIFFERENT)
+QUICK_DIFFERENT = ("a factor", "a skip", "another way in", "run twice", "no gradient")
+
+
+@pytest.mark.parametrize(
+    ("around", "reason"),
+    [
+        pytest.param(*row, id=name, marks=wide_unless(name in QUICK_DIFFERENT))
+        for name, row in DIFFERENT.items()
+    ],
+)
 def test_one_block_that_is_treated_in_another_way(around: Around, reason: str) -> None:
     """No twin of 5 blocks meets block 6 of 12, so all blocks are traced."""
     net = Net(around)
