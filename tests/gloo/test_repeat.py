@@ -1,12 +1,13 @@
 """Graphs made by tracing a few blocks and copying them are those of tracing all blocks.
 
-Wide are language models on one rank; those on one of two ranks have the same blocks and collectives
-beside them.
+Wide are language models on one rank, as those on one of two ranks have the same blocks and
+collectives beside them, and on two a GPT and a Llama with grouped queries.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -92,15 +93,16 @@ def _op_graphs(chunk: ChunkGraphs, axis_of_group: dict[str, str]) -> tuple[objec
     return export(chunk.forward, axis_of_group), export(backward, axis_of_group, storages)
 
 
-def compare_language_models(tensor: int) -> list[str]:
+Model = tuple[str, int, dict[str, Any]]
+GROUPED: Model = ("llama", 6, {"kv_heads": 2})
+TIED: Model = ("llama", 7, {"tied_head": True})
+GPT: Model = ("gpt", 6, {})
+
+
+def compare_language_models(tensor: int, cases: list[Model]) -> list[str]:
     """In a fake world of `tensor` ranks: every difference between repeated and direct traces."""
     init_fake_world(tensor)
     meshes = build_meshes(ParallelConfig(tensor=tensor), "cpu")
-    cases = [
-        ("llama", 6, {"kv_heads": 2}),
-        ("llama", 7, {"tied_head": True}),
-        ("gpt", 6, {}),
-    ]
     found = []
     for architecture, depth, options in cases:
         fields = {"width": 32, "heads": 4, "kv_heads": 4, "ffn_width": 48, **options}
@@ -119,11 +121,22 @@ def compare_language_models(tensor: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("tensor", [pytest.param(1, marks=WIDE), 2])
-def test_graphs_of_language_models_are_those_of_a_direct_trace(tensor: int) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "cases"),
+    [
+        pytest.param(2, [TIED], id="2"),
+        pytest.param(2, [GROUPED, GPT], marks=WIDE, id="2, wide"),
+        pytest.param(1, [TIED, GROUPED, GPT], marks=WIDE, id="1"),
+    ],
+)
+def test_graphs_of_language_models_are_those_of_a_direct_trace(
+    tensor: int, cases: list[Model]
+) -> None:
     """Names, operators, order, shapes, bindings, module paths, gradients, layouts, OpGraphs: Llama
     with grouped queries and with a tied head, GPT; alone and on one of two ranks."""
-    (rank,) = run_ranks("test_repeat:compare_language_models", 1, args=[tensor], timeout_s=300)
+    (rank,) = run_ranks(
+        "test_repeat:compare_language_models", 1, args=[tensor, cases], timeout_s=300
+    )
     assert rank.value == []
 
 

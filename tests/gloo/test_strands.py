@@ -2,7 +2,8 @@
 
 One launch of two ranks per child; the tests read the facts that it returns.
 
-Wide is a single rank, which `test_architectures.py` and `test_strange_modules.py` have too.
+Wide are two of the five variants of a small model, and a single rank, which `test_architectures.py`
+and `test_strange_modules.py` have too.
 """
 
 from itertools import pairwise
@@ -20,7 +21,7 @@ from interlace.step import Step
 from interlace.train.optimizer import build_optimizer, clip_gradients
 from interlace.train.step_runners import StepRunner
 from phases import both
-from wide import WIDE
+from wide import WIDE, asked, wide_unless
 
 RANDOM_PLANS = {"plain": 5}
 """Of a variant; of others one of each style."""
@@ -34,6 +35,7 @@ SMALL = {
     "bfloat16": Case(dtype=torch.bfloat16),
     "bfloat16, tied head": Case(dtype=torch.bfloat16, tied_head=True),
 }
+QUICK_SMALL = ("tied head", "grouped queries", "bfloat16")
 FLOAT32 = [name for name, case in SMALL.items() if case.dtype == torch.float32]
 SMALL_STEPS = 4
 
@@ -147,11 +149,11 @@ def large() -> dict[str, Any]:
         return bit_facts(world, planned, LARGE_STEPS, 2) | closeness_facts(world, planned)
 
 
-def small(ranks: int) -> dict[str, Any]:
-    """A child: every variant of the model."""
+def small(ranks: int, names: list[str]) -> dict[str, Any]:
+    """A child: variants of the model."""
     facts = {}
     with gloo_group():
-        for name, case in SMALL.items():
+        for name, case in ((name, SMALL[name]) for name in names):
             world = open_world(case, ranks)
             planned = world.planned()
             facts[name] = bit_facts(world, planned, SMALL_STEPS, RANDOM_PLANS.get(name, 2))
@@ -166,8 +168,10 @@ def of_large() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def of_small() -> list[dict[str, Any]]:
-    results = run_ranks("test_strands:small", 2, args=[2], timeout_s=200)
+def of_small(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Facts of each rank, by variant that was asked for."""
+    names = asked(request, "name") or list(SMALL)
+    results = run_ranks("test_strands:small", 2, args=[2, names], timeout_s=200)
     return [result.value for result in results]
 
 
@@ -195,7 +199,9 @@ def test_two_strands_give_the_bits_of_one_for_20_steps(of_large: list[dict[str, 
         assert facts["strand changes"] > 10  # the plan does interleave
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=wide_unless(name in QUICK_SMALL)) for name in SMALL]
+)
 def test_every_variant_gives_the_bits_of_one_strand(
     of_small: list[dict[str, Any]], name: str
 ) -> None:
@@ -208,10 +214,10 @@ def test_every_variant_gives_the_bits_of_one_strand(
 def test_masters_and_gradient_sums_are_float32(of_small: list[dict[str, Any]]) -> None:
     """Also where the model computes in bfloat16."""
     for facts in of_small:
-        for name, case in SMALL.items():
-            assert facts[name]["master dtypes"] == ["torch.float32"]
-            assert facts[name]["gradient dtypes"] == ["torch.float32"]
-            assert facts[name]["computing dtypes"] == [str(case.dtype)]
+        for name, found in facts.items():
+            assert found["master dtypes"] == ["torch.float32"]
+            assert found["gradient dtypes"] == ["torch.float32"]
+            assert found["computing dtypes"] == [str(SMALL[name].dtype)]
 
 
 def test_strands_equal_eager_autograd(
@@ -224,8 +230,8 @@ def test_strands_equal_eager_autograd(
     for facts in of_large:
         assert_close_to_eager(facts, torch.float32)
     for facts in of_small:
-        for name, case in SMALL.items():
-            assert_close_to_eager(facts[name], case.dtype)
+        for name, found in facts.items():
+            assert_close_to_eager(found, SMALL[name].dtype)
 
 
 def test_strands_equal_a_plain_llama_in_one_process(
@@ -235,14 +241,16 @@ def test_strands_equal_a_plain_llama_in_one_process(
 
     Seen: gradients 5e-7 to 1.2e-6 of the largest, losses of 4 steps 9e-8 to 2.6e-7.
     """
-    for facts in [*of_large, *(rank[name] for rank in of_small for name in FLOAT32)]:
+    small = [facts for rank in of_small for name, facts in rank.items() if name in FLOAT32]
+    assert small
+    for facts in [*of_large, *small]:
         assert_close_to_plain(facts)
 
 
 @WIDE
 def test_one_rank_without_collectives() -> None:
     """A world of one: the same promises with no communication at all."""
-    (result,) = run_ranks("test_strands:small", 1, args=[1], timeout_s=200)
+    (result,) = run_ranks("test_strands:small", 1, args=[1, list(SMALL)], timeout_s=200)
     for name, case in SMALL.items():
         assert_same_bits(result.value[name], SMALL_STEPS)
         assert_close_to_eager(result.value[name], case.dtype)
