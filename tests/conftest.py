@@ -26,11 +26,12 @@ def pytest_configure() -> None:
 
 
 _LONGEST = (
-    "train_pipeline", "u_transformer", "neutral", "architectures", "train", "expert_parallel",
-    "strange_modules", "decompose_passes", "repeat", "decompose_choose", "strands", "recompute",
-    "strange_pipelines", "deep_forward", "published_plans", "checkpoints", "docs", "layout_search",
+    "train_pipeline", "train", "train_experts", "u_transformer", "strands", "fully_shard",
+    "architectures", "repeat", "strange_modules", "torchtitan", "deep_forward", "pipeline_models",
+    "checkpoints", "stage_layouts_models", "folded", "expert_parallel", "data_parallel", "neutral",
+    "expert_stages", "docs", "layout_search",
 )  # fmt: skip
-"""Files that take more than 35 s of CPU time, the longest first."""
+"""Files that take more than 35 s of CPU time in `make test`, the longest first."""
 _LONG_FIRST = ("gloo", "drills", "cli", "oracle", "pure")
 """Where files run beside others, those of several processes come first: short ones fill what is
 left at the end, where a long one would run alone."""
