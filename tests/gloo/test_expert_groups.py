@@ -16,6 +16,7 @@ from test_expert_overlap import CASES, PLAN, RANKS, Layers, output
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
+from traced_once import traced_once
 
 from interlace.api import compile_step
 from interlace.config import OverlapConfig
@@ -108,22 +109,32 @@ def child_groups() -> dict[str, Any]:
     with gloo_group():
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
         for case, recomputed, ways in RUNS:
-            module = _module(case, mesh, recomputed=recomputed)
-            wanted, _ = _bits(module, mesh, schedule="one_strand")
-            before = wanted
-            for way in ways:
-                module = _module(case, mesh, recomputed=recomputed)
-                bits, step = _bits(module, mesh, **{"schedule": "one_strand", **WAYS[way]})
-                cut = [each for each in step.decomposed.choices if each.variant]
-                same = way.endswith("two strands")
-                found[f"{case}{', recomputed' if recomputed else ''}: {way}"] = {
-                    "layers": sum(not dense for dense in CASES[case][0]),
-                    "off": max(map(_off, bits, wanted)),
-                    "bits": not same or all(map(torch.equal, bits, before)),
-                    "pieces": [each.pieces for each in cut],
-                    "strands": sorted(each.site.strand for each in cut),
-                }
-                before = bits
+            name = f"{case}{', recomputed' if recomputed else ''}"
+            with traced_once():
+                of_ways = _by_way(case, recomputed, ways, mesh)
+            found |= {f"{name}: {way}": each for way, each in of_ways.items()}
+    return found
+
+
+def _by_way(
+    case: str, recomputed: bool, ways: tuple[str, ...], mesh: DeviceMesh
+) -> dict[str, dict[str, Any]]:
+    module = _module(case, mesh, recomputed=recomputed)
+    wanted, _ = _bits(module, mesh, schedule="one_strand")
+    before, found = wanted, {}
+    for way in ways:
+        module = _module(case, mesh, recomputed=recomputed)
+        bits, step = _bits(module, mesh, **{"schedule": "one_strand", **WAYS[way]})
+        cut = [each for each in step.decomposed.choices if each.variant]
+        same = way.endswith("two strands")
+        found[way] = {
+            "layers": sum(not dense for dense in CASES[case][0]),
+            "off": max(map(_off, bits, wanted)),
+            "bits": not same or all(map(torch.equal, bits, before)),
+            "pieces": [each.pieces for each in cut],
+            "strands": sorted(each.site.strand for each in cut),
+        }
+        before = bits
     return found
 
 

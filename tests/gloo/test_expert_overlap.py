@@ -17,6 +17,7 @@ import torch.distributed as dist
 from processes import gloo_group, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from traced_once import traced_once
 
 from interlace.api import compile_step
 from interlace.config import PlanConfig
@@ -143,7 +144,10 @@ def _stepped(step: Step, module: Layers, batches: Sequence[Batch]) -> list[Tenso
 def child_cases() -> dict[str, Any]:
     with gloo_group():
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
-        found = {case: _case(case, mesh) for case in CASES}
+        found = {}
+        for case in CASES:
+            with traced_once():
+                found[case] = _case(case, mesh)
         dist.barrier()
     return found
 

@@ -1,4 +1,6 @@
-"""The Trainer of `transformers` with interleaved micro-batches against itself without."""
+"""The Trainer of `transformers` with interleaved micro-batches against itself without.
+
+Wide is a last step of one micro-batch of two, beside one of two of three."""
 
 import itertools
 from pathlib import Path
@@ -21,6 +23,7 @@ from transformers import (
 from interlace.config import PlanConfig
 from interlace.errors import InputError, PeerError
 from interlace.hf_trainer import MOST_SHAPES, InterleavedTrainer
+from wide import WIDE
 
 BOUND = 2e-6
 """Largest difference of a loss or a weight in float32, after three steps of SGD. Stock Trainer
@@ -112,7 +115,12 @@ def difference(make: Any, data: list[Any], folder: Path, **options: Any) -> tupl
         (llama, texts, {}),
         (llama, texts, {"label_smoothing_factor": 0.1}),
         (llama, texts, {"max_steps": -1, "num_train_epochs": 1}),  # the last step has two of three
-        (llama, texts, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1}),
+        pytest.param(
+            llama,
+            texts,
+            {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1},
+            marks=WIDE,
+        ),
         (bert, classes, {"eval_strategy": "steps", "eval_steps": 1}),
         (llama, texts, {"bf16": True}),
     ],
