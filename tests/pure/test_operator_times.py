@@ -197,6 +197,9 @@ def test_a_host_of_two_boards_is_as_fast_as_what_joins_them() -> None:
     place = group_place(A100, range(4))
     assert one == collective_time(A100, Kind.ALL_REDUCE, 2**30, place).seconds
     assert both == pytest.approx(2 * 7 / 8 * 2**30 / (60e9 * 0.77), rel=0.01)
+    slower = replace(boards, intra_host=replace(inside, between_efficiency=0.5))
+    found = collective_time(slower, Kind.ALL_REDUCE, 2**30, group_place(slower, range(8))).seconds
+    assert found == pytest.approx(2 * 7 / 8 * 2**30 / (60e9 * 0.5), rel=0.01)
 
 
 def test_a_message_to_the_other_board_shares_what_joins_them() -> None:

@@ -54,14 +54,25 @@ def test_simulated_factors_are_possible() -> None:
 
 
 def test_the_error_is_the_one_that_is_told() -> None:
-    """In `interlace plan` and `simulate`, and in the documentation; 9 of 15 are within 6 points. Of
-    experts too little is promised: what waits in their program is not all in ours. Our order is
+    """In `interlace plan` and `simulate`, and in the documentation; 11 of 15 are within 6 points.
+    Of experts too little is promised: what waits in their program is not all in ours. Our order is
     better than theirs in every row."""
     scores = strand_scores()
     assert factor_error(scores) == pytest.approx(FACTOR_POINTS, abs=0.05)
-    assert (within(scores), len(scores)) == (9, 15)
+    assert (within(scores), len(scores)) == (11, 15)
     assert all(score.own_factor > score.factor for score in scores)
     assert 1 < scores[-1].factor < scores[-1].row.factor
+
+
+def test_the_link_of_sockets_is_that_of_one_strand() -> None:
+    """The fraction of it in preset `a40` was fitted to one strand of Llama 8B, whose rings cross it
+    as GPT 6.7B's do; both then run as fast as measured, and no gain was fitted."""
+    scores = [score for score in strand_scores(every=3) if "cp" in score.lanes]
+    fitted, other = (next(s for s in scores if s.row.model == m) for m in ("llama-8b", "gpt-6.7b"))
+    for score in (fitted, other):
+        assert score.row.tensor == 4
+        assert score.tflops == pytest.approx(score.row.tflops, rel=0.03)
+        assert abs(score.points) < 2
 
 
 def test_scores_are_means_of_points() -> None:

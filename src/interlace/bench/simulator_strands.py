@@ -47,6 +47,10 @@ TRANSFER_FACTOR = 1.25
 each other by 20 to 30 %. Operators are slowed by the multiprocessors that NCCL holds, 5 % on A40,
 so that the overlap effectiveness of a matmul that is longer than its collective is 0.94 (paper:
 0.85 to 0.99)."""
+ATTENTION_FACTOR = 1.22
+"""How many times longer attention takes beside a collective. The paper measured an overlap
+effectiveness of 0.70 to 0.85 for attention with a gather; with `TRANSFER_FACTOR` the middle of it
+is 1 / (1 - 0.225 / 1.25)."""
 BARRIER_NS = 100_000
 """Of the host, which waits for the device behind each block and then starts the next from Python.
 The paper has 10 to 20 % of the time of collectives for it; this is 8 to 10 % of that in its dense
@@ -237,7 +241,7 @@ def _parts(
     job = replace(
         step_job(config, layout), fused_operators=True, gradient_bytes=2, overlap_gradients=False
     )
-    links = JobLinks(cluster, layout, TRANSFER_FACTOR)
+    links = JobLinks(cluster, layout, TRANSFER_FACTOR, ATTENTION_FACTOR)
     bucket = config.parallel.bucket_mib * 2**20
     operators = LayerOperators(job, links, bucket, gathers_again=gathers_again)
     times = PassTimes(operators, searches=searches, barrier_ns=BARRIER_NS)

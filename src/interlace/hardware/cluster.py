@@ -62,11 +62,18 @@ class IntraHostLink:
     """Devices that this link joins, if a host has several such groups; 0: all of the host."""
     between_gb_per_s: float = 0.0
     """Data-sheet rate of all that joins two islands, in one direction, in 1e9 byte/s."""
+    between_efficiency: float = 0.0
+    """The fraction of it that is reached; 0, or no such key: that of the link."""
 
     @property
     def bytes_per_s(self) -> float:
         """What a device really gets through in one direction."""
         return self.gb_per_s * 1e9 * self.efficiency
+
+    @property
+    def between_bytes_per_s(self) -> float:
+        """What all devices of an island together get through to another one."""
+        return self.between_gb_per_s * 1e9 * (self.between_efficiency or self.efficiency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,12 +281,12 @@ def _value(value: Any, type_: type, name: str, where: str) -> Any:
         hint = f"write the number alone: {name} is in {unit}" if unit else f"correct {name}"
         raise InputError(f"{where}: {name} = {value!r} must be {what}", hint=hint)
     key = name.rpartition(".")[2]
-    if key == "efficiency" and not 0 < value <= 1:
+    if (key == "efficiency" and not 0 < value <= 1) or (key == "between_efficiency" and value > 1):
         raise InputError(
             f"{where}: {name} = {value!r} must be a fraction", hint="0.8 is 80 % of the data sheet"
         )
     may_be_zero = key in ("step_latency_us", "sms_held", "hosts", "ports_per_host")
-    may_be_zero = may_be_zero or key in ("island", "between_gb_per_s")
+    may_be_zero = may_be_zero or key in ("island", "between_gb_per_s", "between_efficiency")
     if value < 0 or (value == 0 and not may_be_zero):
         raise InputError(
             f"{where}: {name} = {value!r} must be {'0 or more' if may_be_zero else 'above 0'}",

@@ -156,7 +156,7 @@ def _around_bytes_per_s(cluster: Cluster, place: GroupPlace) -> float:
     link = cluster.intra_host
     inside = link.bytes_per_s if place.local > 1 else math.inf
     if link.island and place.local > link.island:
-        inside = min(inside, link.between_gb_per_s * 1e9 * link.efficiency)
+        inside = min(inside, link.between_bytes_per_s)
     if place.hosts == 1:
         return inside
     return min(inside, place.local * across_bytes_per_s(cluster, place.senders))
@@ -220,7 +220,7 @@ def _send_s(cluster: Cluster, full_bytes: float, place: GroupPlace) -> float:
     if place.hosts == 1:
         rate = link.bytes_per_s
         if link.island and place.apart >= link.island:  # all devices of an island send at once
-            rate = min(rate, link.between_gb_per_s * 1e9 * link.efficiency / link.island)
+            rate = min(rate, link.between_bytes_per_s / link.island)
         return _inside(cluster).send_us * 1e-6 + full_bytes / rate
     rate = across_bytes_per_s(cluster, place.senders)
     return _across(cluster).send_us * 1e-6 + full_bytes / rate

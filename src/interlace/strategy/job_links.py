@@ -45,6 +45,9 @@ class JobLinks:
     layout: JobLayout
     transfer_factor: float = 1.0
     """How many times longer a collective takes while an operator runs beside it."""
+    attention_factor: float = 1.0
+    """How many times longer attention takes beside a collective, if that is more than the
+    multiprocessors that the collective holds take from it."""
 
     @cached_property
     def places(self) -> dict[str, GroupPlace]:
@@ -98,6 +101,7 @@ class JobLinks:
                 for computes, share in ((_COMPUTE_BOUND, left), (_MEMORY_BOUND, spare)):
                     factor = 1 / max(share, 1 / LARGEST_FACTOR)
                     for compute in computes:
-                        slower = max(factor, factors.get((compute, kind), (1.0, 1.0))[0])
+                        least = self.attention_factor if compute is Kind.ATTENTION else 1.0
+                        slower = max(factor, least, factors.get((compute, kind), (1.0, 1.0))[0])
                         factors[compute, kind] = (slower, self.transfer_factor)
         return Contention(factors=factors, links=links)
