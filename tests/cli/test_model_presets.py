@@ -16,6 +16,7 @@ BILLIONS = {
     "phi-31b-moe": (31.0, 5.0),
     "mixtral-8x7b": (46.7, 12.9),
     "qwen3-30b-a3b": (30.5, 3.3),
+    "qwen3-235b-a22b": (235.1, 22.2),
     "deepseek-16b-moe": (16.4, 2.8),
 }
 """Parameters of the models with experts, as published: all, and those that a token meets."""

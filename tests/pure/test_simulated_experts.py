@@ -43,12 +43,13 @@ def test_published_models_have_their_parameters():
     """In all, and for a token: from the papers, in billions (of Phi-3.5-MoE as in its preset)."""
     for name, whole, active in (
         ("mixtral-8x7b", 46.7, 12.9), ("phi-3.5-moe", 41.9, 6.6), ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235.1, 22.2), ("deepseek-16b-moe", 16.4, 2.8),
         ("phi-31b-moe", 31.5, 5.0),
     ):  # fmt: skip
         config = load_run_config(name, {"train.dtype": "bfloat16"})
         job = step_job(config, layout_of(config))
         assert job.parameters / 1e9 == pytest.approx(whole, rel=0.01)
-        per_token = job.layers * job.active_parameters + 2 * job.vocab * job.hidden
+        per_token = job.multiplied_parameters + 2 * job.vocab * job.hidden
         assert per_token / 1e9 == pytest.approx(active, rel=0.03)
 
 
@@ -229,14 +230,65 @@ def test_a_pipeline_of_experts_takes_the_memory_that_its_traced_plan_says(schedu
     assert most == pytest.approx(PLANNED_EXPERTS[schedule], rel=0.03)
 
 
+def test_a_pipeline_with_layers_without_experts_takes_what_its_traced_plan_says():
+    """`interlace plan` of 8 layers, the first two without experts, in stages of 3 and 5: MiB of
+    the rank that needs most, the first, without weights that are gathered."""
+    experts = ExpertsConfig(count=8, chosen=2, ffn_width=512, dense_layers=2, capacity_factor=1.25)
+    model = ModelConfig(
+        architecture="moe", layers=8, width=1024, heads=8, kv_heads=4, ffn_width=4096,
+        vocab_size=4096, experts=experts,
+    )  # fmt: skip
+    config = replace(
+        MIXTURE, model=model, data=DataConfig(sequence_length=2048),
+        parallel=ParallelConfig(data_shard=4, expert=4, pipeline=2),
+        pipeline=PipelineConfig(schedule="one_f_one_b", split_at=("model.blocks.3",)),
+    )  # fmt: skip
+    found = simulated(config, H100)
+    first, second = ((each.total - each.gathered) / MIB for each in found.memory)
+    assert second < first == pytest.approx(980.5, rel=0.03)
+
+
+def test_layers_of_both_kinds_take_the_time_of_each():
+    """One strand: a model with some of either lies between those with all of one; two strands: each
+    kind runs beside its own, and the head behind both."""
+
+    def seconds(dense, strands):
+        experts = replace(MIXTURE.model.experts, dense_layers=dense)
+        model = replace(MIXTURE.model, experts=experts)
+        return simulated(replace(MIXTURE, model=model, strands=strands)).seconds
+
+    for strands in ("1", "2"):
+        none, some, more = (seconds(dense, strands) for dense in (0, 2, 4))
+        assert none - some == pytest.approx(some - more, rel=0.05)
+        assert more < some < none
+    assert seconds(2, "2") < seconds(2, "1")
+
+
+def test_a_capacity_drops_rows_of_experts():
+    """By hand: of 16 experts in pairs, each takes at most 1.25 times the mean; the fullest, which
+    three times as many chose, so many, and the others 13 / 15."""
+
+    def job(factor, load=1.0):
+        experts = replace(MIXTURE.model.experts, capacity_factor=factor)
+        config = replace(MIXTURE, model=replace(MIXTURE.model, experts=experts))
+        return simulated(config, load=load)
+
+    uneven, dropped = job(0.0, 3.0), job(1.25, 3.0)
+    assert dropped.job.experts.fullest == pytest.approx((1.25 + 13 / 15) / 2)
+    assert dropped.job.experts.kept == pytest.approx((1.25 + 13) / 16)
+    assert dropped.seconds < uneven.seconds
+    assert dropped.peak.activations < uneven.peak.activations
+    even = job(1.0)
+    assert (even.job.experts.fullest, even.job.experts.kept) == (1, 1)
+    assert 0 < even.seconds - job(0.0).seconds < 0.001 * even.seconds, "the router does more"
+    half = job(0.5)
+    assert (half.job.experts.fullest, half.job.experts.kept) == (0.5, 0.5)
+
+
 def test_what_is_still_refused():
-    for change, named in (
-        ({"dense_layers": 1}, "dense_layers = 1"),
-        ({"capacity_factor": 2.0}, "capacity_factor = 2.0"),
-    ):
-        experts = replace(MIXTURE.model.experts, **change)
-        with pytest.raises(InputError, match=named):
-            layout_of(replace(MIXTURE, model=replace(MIXTURE.model, experts=experts)))
+    sends = replace(MIXTURE.parallel, expert_sends="merged")
+    with pytest.raises(InputError, match="expert_sends = 'merged'"):
+        layout_of(replace(MIXTURE, parallel=sends))
     with pytest.raises(InputError, match="the model has no experts"):
         layout_of(LLAMA, expert_load=2.0)
     with pytest.raises(InputError, match="not known to step_model"):

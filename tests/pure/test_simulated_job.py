@@ -250,7 +250,7 @@ def test_a_layout_goes_to_a_run_and_back():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"overlap": OverlapConfig(decompose="ring")}, "overlap.decompose = 'ring'"),
+        ({"overlap": OverlapConfig(decompose="ring", passes="ends")}, "overlap.passes = 'ends'"),
         ({"strands": "eager"}, "strands = 'eager'"),
         ({"train": replace(LLAMA.train, dtype="float32")}, "train.dtype"),
         ({"model": replace(LLAMA.model, architecture="moe")}, "experts"),

@@ -1,8 +1,9 @@
 """The experts of a job as numbers, and what they count up to. Torch-free.
 
-Rows are pairs of a token and one of its experts. No row is padded or dropped, so an expert computes
-what was routed to it. `load` says how uneven that is: the rows of the fullest expert over the mean
-of all. The other experts share the rest, and ranks wait for the one that has the fullest.
+Rows are pairs of a token and one of its experts. No row is padded, and without a capacity none is
+dropped, so an expert computes what was routed to it. `load` says how uneven that is: the rows that
+chose the fullest expert over the mean of all. The other experts share the rest, and ranks wait for
+the one that has the fullest. With a capacity an expert takes so many times the mean and no more.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class ExpertJob:
     """Ranks that hold the experts of a layer between them."""
     load: float = 1.0
     """Rows of the fullest expert over the mean of all; 1 is balanced."""
+    capacity: float = 0.0
+    """Most rows that an expert takes over the mean of all that were routed; 0: all of them."""
 
     def __post_init__(self) -> None:
         if self.count % self.ranks:
@@ -48,8 +51,21 @@ class ExpertJob:
     @property
     def fullest(self) -> float:
         """Rows of the rank that has the fullest expert, over the mean of all ranks."""
-        others = (self.count - self.load) / max(1, self.count - 1)
-        return (self.load + (self.held - 1) * others) / self.held
+        first, others = self._taken
+        return (first + (self.held - 1) * others) / self.held
+
+    @property
+    def kept(self) -> float:
+        """Share of the rows that no capacity drops."""
+        first, others = self._taken
+        return (first + (self.count - 1) * others) / self.count
+
+    @property
+    def _taken(self) -> tuple[float, float]:
+        """Rows that the fullest expert and each other one take, over the mean of what was
+        routed."""
+        most = self.capacity or self.count
+        return min(self.load, most), min((self.count - self.load) / max(1, self.count - 1), most)
 
     def parameters(self, hidden: int) -> int:
         """Of all experts of one layer."""

@@ -26,6 +26,9 @@ from interlace.hardware.operator_times import (
 HOST_READ_S = 25e-6
 """Copy of the counts to the host, and the first launch behind it: a round figure without a source,
 about two copies and two launches."""
+CAPACITY_BYTES, CAPACITY_KERNELS = 12, 5
+"""What a capacity adds to a router: a running count of each expert's tokens (one read, one write,
+and one read of it at the choices), compared, and ids and gates masked."""
 ROUTER_BYTES = 40
 """For each token and expert: logits in 16 bits and float32, softmax, choice, mask, counts."""
 ROUTER_KERNELS = 14
@@ -63,8 +66,8 @@ def expert_parts(
     of weights in ` weight`. `tokens` are those of a rank and its tensor ranks, who cut the inner
     widths. On the rank with the fullest expert, for which the others wait."""
     inner = max(1, job.ffn // tensor)
-    own_rows = float(tokens) * job.chosen
-    rows = own_rows * job.fullest
+    own_rows = float(tokens) * job.chosen * job.kept
+    rows = float(tokens) * job.chosen * job.fullest
     each = rows / job.held
     scores = float(tokens) * job.count
     row_bytes = ELEMENT_BYTES * hidden
@@ -80,8 +83,9 @@ def expert_parts(
     active = float(ELEMENT_BYTES) * ACTIVATION_PASSES * rows * inner
     router = matmul_s(device, tokens, job.count, hidden)
     chosen = moved_s(device, ROUTER_BYTES * scores, ROUTER_KERNELS)
+    limited = moved_s(device, CAPACITY_BYTES * scores, CAPACITY_KERNELS) if job.capacity else 0.0
     forward = {
-        "router": router + chosen,
+        "router": router + chosen + limited,
         "counted": HOST_READ_S,
         "sorted": copied,
         "experts up": 2 * grouped(inner, hidden),

@@ -8,7 +8,7 @@ token meets. Experts and ranks that share sequences are known to `layer_times` a
 that build on it, not to `step_model` and `step_memory`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from interlace.errors import InputError
@@ -41,7 +41,9 @@ class StepJob:
     head_norms: bool = False
     """RMSNorms of each head of queries and keys."""
     experts: ExpertJob | None = None
-    """In place of the feed-forward of each layer."""
+    """In place of the feed-forward of each layer but the first `dense_layers`."""
+    dense_layers: int = 0
+    """Of a model with experts, the first layers that have a feed-forward of `ffn` instead."""
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
@@ -151,16 +153,29 @@ class StepJob:
         return attention + self.experts.active_parameters(self.hidden)
 
     @property
+    def dense(self) -> "StepJob":
+        """The same with a feed-forward in every layer."""
+        return replace(self, experts=None, dense_layers=0)
+
+    @property
     def parameters(self) -> int:
         """Of the model, a tied embedding counted once; models that are gated have two of them."""
         embeddings = self.vocab * self.hidden * (2 if self.gated else 1)
-        return self.layers * self.layer_parameters + embeddings
+        routed, dense = self.layers - self.dense_layers, self.dense_layers
+        layers = routed * self.layer_parameters
+        return layers + (dense * self.dense.layer_parameters if dense else 0) + embeddings
+
+    @property
+    def multiplied_parameters(self) -> int:
+        """Of all layers, those that are multiplied with a token."""
+        routed, dense = self.layers - self.dense_layers, self.dense_layers
+        layers = routed * self.active_parameters
+        return layers + (dense * self.dense.active_parameters if dense else 0)
 
     @property
     def model_flops(self) -> float:
         """Of one step without what is computed again; attention as a full square."""
-        linear = self.layers * self.active_parameters
-        per_token = 6.0 * (linear + self.vocab * self.hidden)
+        per_token = 6.0 * (self.multiplied_parameters + self.vocab * self.hidden)
         per_token += 12.0 * self.layers * self.query_width * self.sequence
         return per_token * self.step_tokens
 

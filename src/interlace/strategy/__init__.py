@@ -5,6 +5,8 @@ job_links.py        collectives of a layout on a cluster: lanes, times, contenti
 timed_graph.py      operators with times, written down one after the other
 context_operators.py  what ranks of a sequence exchange around attention
 expert_operators.py  layers of experts: rows to their ranks and back
+tensor_operators.py  exchanges of tensor ranks with the matmuls next to them
+decomposed_operators.py  those cut into steps under a part of the matmul
 layer_operators.py  operators of layers as graphs with times
 pass_times.py       times of passes, alone and side by side, by simulation
 chunk_cuts.py       where chunks of a model begin

@@ -60,10 +60,10 @@ def split_names(cuts: Sequence[int]) -> tuple[str, ...]:
     return tuple(f"model.blocks.{layer}" for layer in cuts[1:])
 
 
-def chunk_shapes(cuts: Sequence[int], layers: int) -> Mapping[int, ChunkShape]:
-    """What each chunk has."""
+def chunk_shapes(cuts: Sequence[int], layers: int, dense: int = 0) -> Mapping[int, ChunkShape]:
+    """What each chunk has; the first `dense` layers are those without experts."""
     ends = (*cuts[1:], layers)
     return {
-        number: ChunkShape(end - begin, number == len(cuts) - 1)
+        number: ChunkShape(end - begin, number == len(cuts) - 1, max(0, min(end, dense) - begin))
         for number, (begin, end) in enumerate(zip(cuts, ends, strict=True))
     }

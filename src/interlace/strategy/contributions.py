@@ -42,6 +42,9 @@ def _variants(layout: JobLayout) -> Iterator[tuple[str, str, JobLayout, bool]]:
             yield "two strands", "one strand", replace(layout, schedule=of_strands(1).name), True
         else:
             yield "two strands", "the same order, one pass after the other", layout, False
+    if layout.decompose != "off":
+        whole = replace(layout, decompose="off", pieces=0)
+        yield f"decompose {layout.decompose}", "whole collectives", whole, True
     plain = replace(layout, schedule=PLAIN)
     if layout.pipeline > 1 and plain != layout:
         yield f"schedule {layout.schedule}", "1F1B", plain, True

@@ -1,14 +1,14 @@
 """A run file as a job that can be simulated from shapes: which layout it has, and what is refused.
 
-Llama, GPT and mixtures of experts are known, with all axes of `[parallel]`. Decomposed collectives,
-stages of different layout, dense layers before those with experts, a capacity of experts, models of
-`transformers` and plain autograd are refused by name.
+Llama, GPT and mixtures of experts are known, with all axes of `[parallel]`. Stages of different
+layout, merged sends of experts, collectives that are decomposed in the first and the last pass
+alone, models of `transformers` and plain autograd are refused by name.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from interlace.config import Recompute, RunConfig
+from interlace.config import DecomposeVariant, Recompute, RunConfig
 from interlace.degrees import resolve_layout
 from interlace.errors import InputError
 from interlace.hardware.expert_job import ExpertJob
@@ -48,6 +48,11 @@ class JobLayout:
     """Whether the head is the embedding, of which one rank then has one."""
     expert_load: float = 1.0
     """Rows of the fullest expert over the mean of all; 1 is balanced."""
+    decompose: DecomposeVariant = "off"
+    """How collectives of tensor ranks are cut under the matmuls next to them, and those of rows
+    under their experts."""
+    pieces: int = 0
+    """As `overlap.pieces`; 0: the fastest."""
 
     @property
     def replicas(self) -> int:
@@ -143,6 +148,8 @@ def layout_of(config: RunConfig, ranks: int = 0, expert_load: float = 1.0) -> Jo
         recompute=config.train.recompute,
         tied_head=config.model.tied_head,
         expert_load=expert_load,
+        decompose=config.overlap.decompose,
+        pieces=config.overlap.pieces,
     )
 
 
@@ -181,16 +188,13 @@ def refuse_unknown(config: RunConfig) -> None:
     """Raise InputError for what times of shapes do not describe."""
     model, parallel = config.model, config.parallel
     gives_layers = model.source == "interlace" and model.architecture in ("llama", "gpt", "moe")
-    experts = model.experts
     hint = "plan it from its traced graphs: interlace plan, without --global-batch"
     for name, value, known in (
         ("model.source", model.source, model.source == "interlace"),
         ("model.architecture", model.architecture, gives_layers),
-        ("model.experts.dense_layers", experts.dense_layers, not experts.dense_layers),
-        ("model.experts.capacity_factor", experts.capacity_factor, not experts.capacity_factor),
-        ("parallel.expert", parallel.expert, parallel.expert == 1 or experts.count > 0),
+        ("parallel.expert", parallel.expert, parallel.expert == 1 or model.experts.count > 0),
         ("parallel.expert_sends", parallel.expert_sends, parallel.expert_sends == "each"),
-        ("overlap.decompose", config.overlap.decompose, config.overlap.decompose == "off"),
+        ("overlap.passes", config.overlap.passes, config.overlap.passes != "ends"),
         ("pipeline.stages", list(config.pipeline.stages), not config.pipeline.stages),
         ("plan.file", config.plan.file, not config.plan.file),
         ("strands", config.strands, config.strands != "eager"),
@@ -244,6 +248,7 @@ def step_job(config: RunConfig, layout: JobLayout) -> StepJob:
             shared=model.experts.shared_width,
             ranks=layout.expert,
             load=layout.expert_load,
+            capacity=model.experts.capacity_factor,
         )
     return StepJob(
         layers=model.layers,
@@ -258,6 +263,7 @@ def step_job(config: RunConfig, layout: JobLayout) -> StepJob:
         gated=model.architecture in ("llama", "moe"),
         head_width=head_size_of(model),
         experts=experts,
+        dense_layers=model.experts.dense_layers if experts else 0,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         data=layout.replicas,

@@ -10,7 +10,7 @@ published steps; single ones share them out in proportion to their own formulas.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from interlace.hardware.device_rates import DeviceRates
@@ -33,6 +33,7 @@ from interlace.strategy.expert_operators import (
     experts_there,
 )
 from interlace.strategy.job_links import EXPERT_SHARD, SHARD, TENSOR, JobLinks
+from interlace.strategy.tensor_operators import TensorOperators
 from interlace.strategy.timed_graph import TimedGraph
 
 _NORM_SHARE = 0.22
@@ -60,23 +61,26 @@ class LayerOperators:
         return self.links.cluster.device
 
     @cached_property
+    def dense(self) -> "LayerOperators":
+        """Those of the job's layers without experts."""
+        return replace(self, job=self.job.dense)
+
+    @cached_property
+    def whole(self) -> "LayerOperators":
+        """The same without a collective that is decomposed."""
+        layout = replace(self.links.layout, decompose="off")
+        return replace(self, links=replace(self.links, layout=layout))
+
+    @cached_property
     def seconds(self) -> dict[str, float]:
         """Of each operator of a layer, by name; `backward` ones end in `'`."""
-        job, device = self.job, self.device
-        t, tokens = job.tensor, job.tokens
-        kv_width = max(job.kv_width // t, job.head_size)
-        shapes = {
-            "projections": (job.query_width // t + 2 * kv_width, job.hidden),
-            "output": (job.hidden, job.query_width // t),
-        }
+        job, device, shapes = self.job, self.device, self._shapes
+        tokens = job.tokens
         forward: dict[str, float] = {}
         backward: dict[str, float] = {}
-        if job.experts is None:
-            shapes["up"] = (job.ffn * (2 if job.gated else 1) // t, job.hidden)
-            shapes["down"] = (job.hidden, job.ffn // t)
-        else:
+        if job.experts is not None:
             forward, backward = expert_parts(
-                device, job.experts, tokens=tokens, hidden=job.hidden, tensor=t
+                device, job.experts, tokens=tokens, hidden=job.hidden, tensor=job.tensor
             )
         forward |= {k: matmul_s(device, tokens, *shape) for k, shape in shapes.items()}
         forward["attention"] = attention_s(device, job, backward=False)
@@ -102,18 +106,30 @@ class LayerOperators:
             found |= {name: scale * seconds for name, seconds in parts.items()}
         return found
 
+    @property
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """(columns, depth) of the matmuls of a layer beside its experts, on one rank."""
+        job, t = self.job, self.job.tensor
+        kv_width = max(job.kv_width // t, job.head_size)
+        found = {
+            "projections": (job.query_width // t + 2 * kv_width, job.hidden),
+            "output": (job.hidden, job.query_width // t),
+        }
+        if job.experts is None:
+            found["up"] = (job.ffn * (2 if job.gated else 1) // t, job.hidden)
+            found["down"] = (job.hidden, job.ffn // t)
+        return found
+
+    @cached_property
+    def tensor(self) -> TensorOperators:
+        """What tensor ranks exchange, with the matmuls next to it."""
+        return TensorOperators(self.job, self.links, self.seconds, self._shapes)
+
     @cached_property
     def head_seconds(self) -> tuple[float, float]:
         """Forward and backward of the head and the loss."""
         forward, backward = head_passes(self.links.cluster, self.device, self.job)
         return forward.compute_s, backward.compute_s
-
-    @cached_property
-    def exchange(self) -> tuple[float, float]:
-        """Seconds to gather a sequence over tensor ranks, and to sum and scatter one."""
-        size = 2.0 * self.job.tokens * self.job.hidden
-        gather = self.links.seconds(TENSOR, Kind.ALL_GATHER, size)
-        return gather, self.links.seconds(TENSOR, Kind.REDUCE_SCATTER, size)
 
     @cached_property
     def context(self) -> ContextTimes | None:
@@ -123,7 +139,9 @@ class LayerOperators:
     @cached_property
     def experts(self) -> ExpertTimes | None:
         """What ranks exchange for their experts; None for layers without."""
-        return expert_times(self.job, self.links)
+        names = ("experts up", "experts activation", "experts down")
+        computed = sum(self.seconds.get(name, 0.0) for name in names)
+        return expert_times(self.job, self.links, computed)
 
     @cached_property
     def weights(self) -> tuple[tuple[str, float, float], ...]:
@@ -188,7 +206,7 @@ class LayerOperators:
             ready = self._gathered(graph, layer, starts)
             last = self._forward_layer(graph, layer, last, ready, starts)
         if head:
-            gather, _ = self.exchange
+            gather, _ = self.tensor.exchange
             whole = graph.add("gather head", Kind.ALL_GATHER, gather, (last,), lane=TENSOR)
             graph.add("head", Kind.MATMUL, self.head_seconds[0], (whole,))
 
@@ -208,40 +226,38 @@ class LayerOperators:
         *, again: bool = False,
     ) -> str:  # fmt: skip
         """Its result; `again` in a backward, where sums over ranks are kept."""
-        s, (gather, scatter) = self.seconds, self.exchange
-        mark = f"again {layer}" if again else f"{layer}"
-        size = 2.0 * self.job.tokens * self.job.hidden
+        s, mark = self.seconds, f"again {layer}" if again else f"{layer}"
         for block in ("attention", "ffn"):
             last = graph.add(
                 f"{block} norm {mark}", Kind.ELEMENTWISE, s[f"{block} norm"], (last, ready[0])
             )
             if block == "attention":
                 starts.append(last)
-            last = graph.add(
-                f"gather {block} {mark}", Kind.ALL_GATHER, gather, (last,), lane=TENSOR, moved=size
-            )
+            total, behind = f"sum {block} {mark}", ""
             if block == "attention":
-                last = graph.add(f"projections {mark}", Kind.MATMUL, s["projections"], (last,))
+                _, last = self.tensor.gather_into(graph, block, "projections", mark, last)
                 last = graph.add(f"turned {mark}", Kind.ELEMENTWISE, s["turned"], (last,))
                 last = attention_there(graph, self.context, s["attention"], mark, last)
-                last = graph.add(f"output {mark}", Kind.MATMUL, s["output"], (last,))
+                behind = "output"
             elif self.experts is None:
-                last = graph.add(f"up {mark}", Kind.MATMUL, s["up"], (last,))
+                _, last = self.tensor.gather_into(graph, block, "up", mark, last)
                 last = graph.add(f"activation {mark}", Kind.ELEMENTWISE, s["activation"], (last,))
-                last = graph.add(f"down {mark}", Kind.MATMUL, s["down"], (last,))
+                behind = "down"
             else:
+                last = self.tensor.gather(graph, f"gather {block} {mark}", last)
                 last = experts_there(graph, self.experts, s, mark, (last, ready[1]), again=again)
-            if not again:
-                last = graph.add(
-                    f"sum {block} {mark}", Kind.REDUCE_SCATTER, scatter, (last,), lane=TENSOR,
-                    moved=size,
-                )  # fmt: skip
+            if behind and again:  # sums over ranks are kept
+                last = graph.add(f"{behind} {mark}", Kind.MATMUL, s[behind], (last,))
+            elif behind:
+                last = self.tensor.sum_of(graph, behind, mark, total, last)
+            elif not again:
+                last = self.tensor.sum(graph, total, last)
         return last
 
     def _backward(self, graph: TimedGraph, layers: int, *, head: bool, weights: bool) -> None:
         last, starts = "", [""]
         if head:
-            _, scatter = self.exchange
+            _, scatter = self.tensor.exchange
             last = graph.add("head'", Kind.MATMUL, self.head_seconds[1], ())
             last = graph.add("sum head'", Kind.REDUCE_SCATTER, scatter, (last,), lane=TENSOR)
         for layer in reversed(range(layers)):
@@ -255,12 +271,9 @@ class LayerOperators:
         self, graph: TimedGraph, layer: int, last: str, ready: tuple[str, str], starts: list[str],
         *, weights: bool,
     ) -> str:  # fmt: skip
-        s, (gather, scatter) = self.seconds, self.exchange
-        size, recompute = 2.0 * self.job.tokens * self.job.hidden, self.links.layout.recompute
+        s, mark, recompute = self.seconds, f"{layer}", self.links.layout.recompute
         sums: list[str] = []
-
-        def matmul(name: str, *sources: str) -> str:
-            return graph.add(f"{name}' {layer}", Kind.MATMUL, s[f"{name}'"], sources)
+        first: list[str] = []
 
         def slope(name: str, *sources: str) -> None:
             if weights:
@@ -270,45 +283,46 @@ class LayerOperators:
         def gathered_again(name: str, source: str) -> str:
             if not (weights and self.gathers_again):
                 return ""
-            name = f"gather {name} again {layer}"
-            return graph.add(name, Kind.ALL_GATHER, gather, (source,), lane=TENSOR, moved=size)
+            return self.tensor.gather(graph, f"gather {name} again {layer}", source)
+
+        def gathered(block: str, name: str, *more: str) -> str:
+            """The matmul of what is gathered, beside that for the gradient of its weight."""
+            begun = len(graph.operators)
+            if block == "attention" and recompute == "attention" and not self._rings:
+                also = attention_there(
+                    graph, self.context, s["attention"], f"again {mark}", last, again=True
+                )
+                more = (also, *more)
+            source, product = self.tensor.gather_into(
+                graph, f"{block}'", f"{name}'", mark, last, *more, whole=weights
+            )
+            slope(name, source)
+            first[:] = [o.id for o in graph.operators[begun:] if o.kind is Kind.MATMUL]
+            return product
 
         for block in ("ffn", "attention"):
-            source = last = graph.add(
-                f"gather {block}' {layer}", Kind.ALL_GATHER, gather, (last,), lane=TENSOR,
-                moved=size,
-            )  # fmt: skip
             late: list[tuple[str, str]] = []
-            first = again = ""
+            again, total = "", f"sum {block}' {layer}"
             if block == "ffn" and self.experts is not None:
+                last = self.tensor.gather(graph, f"gather {block}' {layer}", last)
                 begun = len(graph.operators)
-                last, late = experts_back(graph, self.experts, s, f"{layer}", (last, *ready))
-                first = graph.operators[begun].id
-            elif block == "ffn":
-                first = last = matmul("down", last, ready[0])
-                slope("down", source)
-                last = graph.add(
-                    f"activation' {layer}", Kind.ELEMENTWISE, s["activation'"], (last,)
-                )
-                again = gathered_again("up", last)
-                late, last = [("up", last)], matmul("up", last)
+                last, late = experts_back(graph, self.experts, s, mark, (last, *ready))
+                first = [graph.operators[begun].id]
+                last = self.tensor.sum(graph, total, last)
             else:
-                if recompute == "attention" and not self._rings:
-                    last = attention_there(
-                        graph, self.context, s["attention"], f"again {layer}", last, again=True
-                    )
-                last = matmul("output", last, ready[0])
-                slope("output", source)
-                come = attention_back(graph, self.context, s["attention'"], f"{layer}", last)
-                last = graph.add(f"turned' {layer}", Kind.ELEMENTWISE, s["turned'"], come)
-                again = gathered_again("projections", last)
-                late, last = [("projections", last)], matmul("projections", last)
+                if block == "ffn":
+                    last = gathered(block, "down", ready[0])
+                    name, come = "activation'", (last,)
+                else:
+                    last = gathered(block, "output", ready[0])
+                    name = "turned'"
+                    come = attention_back(graph, self.context, s["attention'"], mark, last)
+                last = graph.add(f"{name} {mark}", Kind.ELEMENTWISE, s[name], come)
+                name = "up" if block == "ffn" else "projections"
+                again, late = gathered_again(name, last), [(name, last)]
+                last = self.tensor.sum_of(graph, f"{name}'", mark, total, last)
             if block == "ffn" and recompute != "layer":
-                starts.append(first)
-            last = graph.add(
-                f"sum {block}' {layer}", Kind.REDUCE_SCATTER, scatter, (last,), lane=TENSOR,
-                moved=size,
-            )  # fmt: skip
+                starts.append(first[0])
             for name, given in late:
                 slope(name, given, again)
             last = graph.add(

@@ -96,6 +96,8 @@ class LayoutSpace:
                             context=context, context_method=method, tensor=tensor,
                             pipeline=pipeline, tied_head=self.config.model.tied_head,
                             expert_load=self.expert_load,
+                            decompose=self.config.overlap.decompose,
+                            pieces=self.config.overlap.pieces,
                         )  # fmt: skip
                         yield from self._dealt(shared, replicas)
 

@@ -13,11 +13,17 @@ from functools import lru_cache
 from interlace.config import RunConfig
 from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster
+from interlace.hardware.step_job import StepJob
 from interlace.ir.actions import Direction, Share
 from interlace.strategy.chunk_cuts import chunk_shapes, even_cuts
 from interlace.strategy.job_layout import JobLayout, step_job
 from interlace.strategy.pass_times import ChunkShape, PassCost, PassTimes
-from interlace.strategy.rank_memory import kept_bytes, rank_memory, rank_parameters
+from interlace.strategy.rank_memory import (
+    kept_bytes,
+    layers_bytes,
+    rank_memory,
+    rank_parameters,
+)
 from interlace.strategy.schedule_facts import ScheduleFacts, chunks_on_a_rank, facts_of
 from interlace.strategy.simulated_job import JobParts, parts_of
 from interlace.strategy.step_ends import ends_of
@@ -46,6 +52,8 @@ class Bounds:
             layout.context_method,
             layout.expert,
             layout.expert_load,
+            layout.decompose,
+            layout.pieces,
         )
         times = self._times.setdefault(key, parts.times)
         # Only times of passes are shared: what is exchanged once a step has links of its own.
@@ -57,17 +65,19 @@ class Bounds:
         that needs more than `room` with one chunk's values is not looked at further."""
         job = step_job(self.config, layout)
         chunks = layout.pipeline * chunks_on_a_rank(layout.schedule)
-        one = kept_bytes(job, layout) * max(1, job.layers // chunks)
+        # Of layers with experts and without, the smaller ones everywhere.
+        kinds = (job, job.dense) if job.dense_layers else (job,)
+        one = min(kept_bytes(each, layout) for each in kinds) * max(1, job.layers // chunks)
+        layers = job.layers // layout.pipeline
         parameters = rank_parameters(
-            job, layout, job.layers // layout.pipeline, first=False, last=False
+            job, layout, layers, first=False, last=False, dense=min(layers, job.dense_layers)
         )
         least = rank_memory(job, layout, parameters, one, last=False).total
         if least > room:
             return least
         found = []
-        for layers, first, last, kept in self._ranks(layout):
-            parameters = rank_parameters(job, layout, layers, first=first, last=last)
-            bytes_kept = kept_bytes(job, layout) * kept
+        for layers, first, last, dense, bytes_kept in self._ranks(layout, job):
+            parameters = rank_parameters(job, layout, layers, first=first, last=last, dense=dense)
             found.append(rank_memory(job, layout, parameters, bytes_kept, last=last).total)
         return max(found)
 
@@ -120,27 +130,34 @@ class Bounds:
     def _shapes(self, layout: JobLayout) -> Mapping[int, ChunkShape]:
         job = step_job(self.config, layout)
         head = job.vocab * job.hidden / job.active_parameters
-        return _even_shapes(job.layers, layout.pipeline * chunks_on_a_rank(layout.schedule), head)
+        chunks = layout.pipeline * chunks_on_a_rank(layout.schedule)
+        return _even_shapes(job.layers, chunks, head, job.dense_layers)
 
-    def _ranks(self, layout: JobLayout) -> list[tuple[int, bool, bool, float]]:
-        """(layers, has the embedding, has the head, layers whose values are kept) of each rank."""
-        layers = self.config.model.layers
+    def _ranks(self, layout: JobLayout, job: StepJob) -> list[tuple[int, bool, bool, int, float]]:
+        """(layers, has the embedding, has the head, layers without experts, bytes that are kept)
+        of each rank."""
+
+        def kept_of(layers: int, dense: int) -> float:
+            return layers_bytes(kept_bytes, job, layout, layers, dense)
+
         if layout.pipeline == 1:
-            return [(layers, True, True, float(layers))]
+            kept = kept_of(job.layers, job.dense_layers)
+            return [(job.layers, True, True, job.dense_layers, kept)]
         shapes = self._shapes(layout)
         facts = facts_of(layout)
         found = []
         for rank in range(layout.pipeline):
             own = [chunk for chunk in shapes if facts.rank_of[chunk] == rank]
-            mine = [shapes[chunk].layers for chunk in own]
-            kept = facts.kept[rank] * min(mine)
-            found.append((sum(mine), 0 in own, len(shapes) - 1 in own, float(kept)))
+            mine = [(shapes[chunk].layers, shapes[chunk].dense) for chunk in own]
+            layers, dense = (sum(each) for each in zip(*mine, strict=True))
+            kept = facts.kept[rank] * min(kept_of(*each) for each in mine)
+            found.append((layers, 0 in own, len(shapes) - 1 in own, dense, kept))
         return found
 
 
 @lru_cache(maxsize=256)
-def _even_shapes(layers: int, chunks: int, head: float) -> Mapping[int, ChunkShape]:
-    return chunk_shapes(even_cuts(layers, chunks, head), layers)
+def _even_shapes(layers: int, chunks: int, head: float, dense: int) -> Mapping[int, ChunkShape]:
+    return chunk_shapes(even_cuts(layers, chunks, head), layers, dense)
 
 
 def _pairs(layout: JobLayout, facts: ScheduleFacts) -> tuple[int, ...]:

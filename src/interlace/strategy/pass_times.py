@@ -8,6 +8,8 @@ is that through `MORE` and, for each further one, the growth from `FEW` to `MORE
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 
 from interlace.ir.actions import Direction, Share, Slot
 from interlace.ir.graph import OpGraph
@@ -54,6 +56,20 @@ class ChunkShape:
 
     layers: int
     head: bool
+    dense: int = 0
+    """Of a model with experts, how many of the layers, the first ones, have none."""
+
+    @property
+    def parts(self) -> tuple["ChunkShape", ...]:
+        """What has layers of one kind only: those without experts, then the rest with the head."""
+        if self.dense in (0, self.layers):
+            return (self,)
+        rest = ChunkShape(self.layers - self.dense, self.head)
+        return ChunkShape(self.dense, False, self.dense), rest
+
+    def of(self, layers: int, head: bool) -> "ChunkShape":
+        """So many layers of its one kind."""
+        return ChunkShape(layers, head, layers if self.dense else 0)
 
 
 _Pass = tuple[Direction, Share, ChunkShape]
@@ -92,25 +108,41 @@ class PassTimes:
         passes = tuple(
             (e.strand.direction, e.strand.share, shapes[e.strand.chunk or 0]) for e in slots
         )
+        passes = tuple((way, share, shape.parts[-1]) for way, share, shape in passes)
         layers = min(MORE, *(shape.layers for _, _, shape in passes))
         alone = len(passes) == 1
-        return self._simulated(
-            tuple((d, s, ChunkShape(layers, c.head and alone)) for d, s, c in passes)
-        )
+        return self._simulated(tuple((d, s, c.of(layers, c.head and alone)) for d, s, c in passes))
+
+    @cached_property
+    def _whole(self) -> "PassTimes":
+        return PassTimes(self.operators.whole, self.side_by_side, self.searches, self.barrier_ns)
 
     def _time(self, passes: tuple[_Pass, ...]) -> PassCost:
+        if len(passes) == 2 and self.operators.links.layout.decompose == "auto":
+            # Beside another strand `auto` may leave collectives whole, and cut those of the ends.
+            return min(self._sides(passes), self._whole._sides(passes), key=lambda cost: cost.ns)
+        return self._sides(passes)
+
+    def _sides(self, passes: tuple[_Pass, ...]) -> PassCost:
+        parts = [[(d, s, part) for part in shape.parts] for d, s, shape in passes]
         if len(passes) != 2 or not self.side_by_side or _same_way(passes):
-            alone = [self._alone(each) for each in passes]
-            return sum(alone[1:], alone[0])
+            return sum((self._alone(part) for each in parts for part in each), NOTHING)
+        # Layers without experts run beside such, and those with beside those with.
+        found, alike = NOTHING, dict[bool, list[_Pass]]()
+        for part in chain(*parts):
+            alike.setdefault(part[2].dense > 0, []).append(part)
+        for each in alike.values():
+            found += self._pair(*each) if len(each) == 2 else self._alone(*each)
+        return found
+
+    def _pair(self, *passes: _Pass) -> PassCost:
+        """Two passes side by side, through layers of one kind."""
         least = min(shape.layers for _, _, shape in passes)
-        found = self._grown(
-            tuple((way, share, ChunkShape(least, False)) for way, share, _ in passes), least
-        )
-        for way, share, shape in passes:
-            if shape != ChunkShape(least, False):  # a head, and layers with none beside them
-                rest = self._alone((way, share, shape))
-                less = self._alone((way, share, ChunkShape(least, False)))
-                found = found.plus(rest, 1.0).plus(less, -1.0)
+        both = tuple((way, share, shape.of(least, head=False)) for way, share, shape in passes)
+        found = self._grown(both, least)
+        for one, less in zip(passes, both, strict=True):
+            if one != less:  # a head, and layers with none beside them
+                found = found.plus(self._alone(one), 1.0).plus(self._alone(less), -1.0)
         return found
 
     def _alone(self, one: _Pass) -> PassCost:
@@ -120,7 +152,7 @@ class PassTimes:
 
     def _grown(self, passes: tuple[_Pass, ...], layers: int) -> PassCost:
         def of(count: int) -> PassCost:
-            shaped = tuple((d, s, ChunkShape(count, shape.head)) for d, s, shape in passes)
+            shaped = tuple((d, s, shape.of(count, shape.head)) for d, s, shape in passes)
             return _measured(self._simulated(shaped))
 
         if layers <= MORE:
@@ -136,7 +168,7 @@ class PassTimes:
 
     def _simulate(self, passes: tuple[_Pass, ...]) -> Timeline:
         graphs = {
-            str(direction): self.operators.pass_graph(
+            str(direction): (self.operators.dense if shape.dense else self.operators).pass_graph(
                 direction, share, shape.layers, head=shape.head
             )
             for direction, share, shape in passes

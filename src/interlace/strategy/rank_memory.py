@@ -23,6 +23,7 @@ Logits take 12 bytes. What the allocator
 wastes, the CUDA context and NCCL's buffers (1 to 5 GB together) are not counted.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from interlace.hardware.step_job import StepJob
@@ -122,6 +123,19 @@ def kept_bytes(job: StepJob, layout: JobLayout, *, whole: bool = False) -> float
     return tokens * (_GATHERED[job.gated] + split / t) + _row_bytes(job, late=False)
 
 
+def layers_bytes(
+    of: Callable[[StepJob, JobLayout], float],
+    job: StepJob,
+    layout: JobLayout,
+    layers: int,
+    dense: int,
+) -> float:
+    """Of so many layers what `of` (`kept_bytes`, `late_bytes`) says of one; `dense` of them have no
+    experts."""
+    found = of(job, layout) * (layers - dense)
+    return found + (of(job.dense, layout) * dense if dense else 0.0)
+
+
 def late_bytes(job: StepJob, layout: JobLayout) -> float:
     """Of one layer and micro-batch from its gradients of inputs to those of its weights."""
     t, tokens = job.tensor, float(job.tokens) * job.hidden
@@ -154,15 +168,17 @@ def _row_bytes(job: StepJob, *, late: bool) -> float:
 
 
 def rank_parameters(
-    job: StepJob, layout: JobLayout, layers: int, *, first: bool, last: bool
+    job: StepJob, layout: JobLayout, layers: int, *, first: bool, last: bool, dense: int = 0
 ) -> HeldParameters:
-    """Parameters of a rank with so many layers, the embedding if it has the first chunk, the head
-    if it has the last."""
+    """Parameters of a rank with so many layers, `dense` of them without experts, the embedding if
+    it has the first chunk, the head if it has the last."""
     tables = int(first or last) if layout.tied_head else first + last
     ends = float(job.vocab * job.hidden) * tables
+    shared = (layers - dense) * job.shared_parameters
+    shared += dense * job.dense.shared_parameters if dense else 0
     return HeldParameters(
-        (layers * job.shared_parameters + ends) / job.tensor,
-        layers * job.expert_parameters / job.tensor,
+        (shared + ends) / job.tensor,
+        (layers - dense) * job.expert_parameters / job.tensor,
     )
 
 
@@ -189,7 +205,8 @@ def rank_memory(
         summed += own if layout.reduce == "step" or shards == 1 else 0.0
     working = _WORKING * job.tokens * job.hidden / job.tensor
     if layout.recompute == "layer":
-        working += kept_bytes(job, layout, whole=True)
+        kinds = (job, job.dense) if job.dense_layers else (job,)
+        working += max(kept_bytes(each, layout, whole=True) for each in kinds)
     logits = LOGIT_BYTES * job.tokens * job.vocab / job.tensor if last else 0.0
     return MemoryParts(
         weights=computing + own_copy,

@@ -28,6 +28,7 @@ from interlace.strategy.rank_memory import (
     MemoryParts,
     kept_bytes,
     late_bytes,
+    layers_bytes,
     rank_memory,
     rank_parameters,
 )
@@ -110,7 +111,7 @@ class SimulatedJob:
     def _again_flops(self) -> float:
         job, tokens = self.job, float(self.job.step_tokens)
         attention = 4.0 * job.layers * job.query_width * job.sequence * tokens
-        linear = 2.0 * job.layers * job.active_parameters * tokens
+        linear = 2.0 * job.multiplied_parameters * tokens
         recompute = self.layout.recompute
         return {"attention": attention, "layer": attention + linear}.get(recompute, 0.0)
 
@@ -147,7 +148,7 @@ def simulate_job(
     actions = schedule_actions(layout.schedule, layout.pipeline, layout.micro_batches)
     counts, first = _phases(actions)
     cuts = cuts_of(config, layout, job, 1 + max(chunks_of(actions)))
-    shapes = chunk_shapes(cuts, job.layers)
+    shapes = chunk_shapes(cuts, job.layers, job.dense_layers)
     costs = {name: times.of(a.slots, shapes) for name, a in first.items()}
     step = simulate_pipeline(actions, _pipeline_costs(parts, layout, shapes, costs))
     memory = _memory(job, layout, actions, shapes, step)
@@ -198,14 +199,14 @@ def _pipeline_costs(
     for shape in (shapes[number] for number in sorted(shapes)):
         whole = ns(Direction.BACKWARD, Share.WHOLE, shape)
         weight = ns(Direction.BACKWARD, Share.WEIGHT, shape)
-        kept = kept_bytes(job, layout) * shape.layers
+        layers = shape.layers, shape.dense
         found.append(
             ChunkCosts(
                 forward_ns=ns(Direction.FORWARD, Share.WHOLE, shape),
                 input_ns=max(0, whole - weight),
                 weight_ns=weight,
-                saved_bytes=round(kept),
-                kept_bytes=round(late_bytes(job, layout) * shape.layers),
+                saved_bytes=round(layers_bytes(kept_bytes, job, layout, *layers)),
+                kept_bytes=round(layers_bytes(late_bytes, job, layout, *layers)),
             )
         )
     # What stages hand over is split along the sequence by tensor ranks.
@@ -233,11 +234,11 @@ def _memory(
     for rank in range(layout.pipeline):
         own = [chunk for chunk in shapes if on[chunk] == rank]
         layers = sum(shapes[chunk].layers for chunk in own)
-        last = count - 1 in own
-        parameters = rank_parameters(job, layout, layers, first=0 in own, last=last)
+        last, dense = count - 1 in own, sum(shapes[chunk].dense for chunk in own)
+        parameters = rank_parameters(job, layout, layers, first=0 in own, last=last, dense=dense)
         kept = float(step.peak_bytes[rank])
         if layout.pipeline == 1:  # two strands fill and drain the same memory
-            kept = kept_bytes(job, layout) * job.layers
+            kept = layers_bytes(kept_bytes, job, layout, job.layers, job.dense_layers)
         found.append(rank_memory(job, layout, parameters, kept, last=last))
     return tuple(found)
 

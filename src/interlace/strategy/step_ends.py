@@ -80,7 +80,8 @@ def ends_of(
     operators = times.operators
     job, last = operators.job, len(shapes) - 1
     layers = sum(shapes[chunk].layers for chunk in own)
-    parameters = rank_parameters(job, layout, layers, first=0 in own, last=last in own)
+    dense = sum(shapes[chunk].dense for chunk in own)
+    parameters = rank_parameters(job, layout, layers, first=0 in own, last=last in own, dense=dense)
     gathers: list[tuple[str, float]] = []
     reductions: list[tuple[str, Kind, float]] = []
     updated = 0.0
@@ -103,7 +104,7 @@ def ends_of(
     gather_s, reduce_s = sum(s for _, s in gathers), sum(s for *_, s in reductions)
     gather_exposed, reduce_exposed = gather_s, reduce_s
     if job.overlap_gradients:
-        whole = ChunkShape(job.layers, True)
+        whole = ChunkShape(job.layers, True, job.dense_layers)
         forward = times.of_passes(((Direction.FORWARD, Share.WHOLE, whole),)).ns / 1e9
         backward = times.of_passes(((Direction.BACKWARD, Share.WHOLE, whole),)).ns / 1e9
         gather_exposed = _left(gather_s, forward, layers)
