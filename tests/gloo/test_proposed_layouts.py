@@ -1,0 +1,74 @@
+"""What the search of layouts proposes is what the runtime takes: it is traced in a fake world.
+
+Tiny models of every kind, on 1 to 16 devices: a layout of the space of each, drawn at random, is
+checked as `interlace train` does and traced as a rank would be, with its schedule proved for its
+stages. 8 are drawn here, which take half a minute of CPU time.
+
+    INTERLACE_PROPOSALS=200 pytest tests/gloo/test_proposed_layouts.py
+"""
+
+import os
+import random
+from dataclasses import replace
+
+from test_layout_search import random_space
+
+from interlace.config import RunConfig
+from interlace.degrees import resolve_layout
+from interlace.rules import check
+from interlace.schedules.finder import find
+from interlace.strategy.chunk_cuts import split_names
+from interlace.strategy.job_layout import JobLayout, layout_of, with_layout
+from interlace.strategy.layout_space import LayoutSpace
+from interlace.strategy.simulated_job import simulate_job
+from interlace.train.planning import trace_fake
+
+COUNT = int(os.environ.get("INTERLACE_PROPOSALS", "8"))
+LONGEST = 64
+"""Tokens of a sequence: shorter than those with which spaces share sequences, for which a layout
+is drawn and then shortened."""
+
+
+def drawn(draw: random.Random, *, experts: bool) -> tuple[LayoutSpace, JobLayout]:
+    """A space, and a layout of it; with `experts` one that deals them to ranks."""
+    while True:
+        space = random_space(draw)
+        layouts = [each for each in space.layouts() if each.expert > 1 or not experts]
+        if layouts:
+            return space, draw.choice(layouts)
+
+
+def proposed(space: LayoutSpace, layout: JobLayout) -> RunConfig:
+    """The run file that a search would write for this layout, with sequences short enough to
+    trace."""
+    cuts = simulate_job(space.config, space.cluster, layout).cuts
+    staged = layout.pipeline > 1
+    run = with_layout(space.config, layout, split_names(cuts) * staged)
+    pieces = layout.tensor * layout.context * 2
+    length = min(run.data.sequence_length, -(-LONGEST // pieces) * pieces)
+    return replace(run, data=replace(run.data, sequence_length=length))
+
+
+def test_the_runtime_takes_what_is_proposed() -> None:
+    draw = random.Random(23)
+    seen: set[str] = set()
+    for number in range(COUNT):
+        space, layout = drawn(draw, experts=number % 4 == 0)
+        run = proposed(space, layout)
+        check(run)
+        assert resolve_layout(run, space.devices).parallel.ranks == space.devices
+        assert layout_of(run) == layout
+        if layout.pipeline > 1:
+            find(layout.schedule).of_ranks(layout.pipeline, layout.micro_batches)
+        graphs = trace_fake(run).whole.op_graphs
+        assert {"forward", "backward"} <= set(graphs), layout
+        axes = {op.lane for graph in graphs.values() for op in graph.operators if op.is_collective}
+        wanted = {
+            "tp": layout.tensor > 1,
+            "cp": layout.context > 1,
+            "ep": layout.expert > 1,
+        }
+        assert all((axis in axes) == used for axis, used in wanted.items()), (axes, layout)
+        seen |= {axis for axis, used in wanted.items() if used} | {space.config.model.architecture}
+        seen |= {"stages"} if layout.pipeline > 1 else set()
+    assert COUNT < 100 or {"llama", "gpt", "moe", "tp", "cp", "ep", "stages"} <= seen
