@@ -59,7 +59,11 @@ def main() -> int:
             draw(axes, some)
             _label(axes, some, scaling)
         panels[1].set_ylabel("")
-        panels[1].legend(frameon=False, fontsize=8, loc="best")
+        shown = {}
+        for axes in panels:  # what waits at some size only is named too
+            handles, names = axes.get_legend_handles_labels()
+            shown |= {name: h for name, h in zip(names, handles, strict=True) if name not in shown}
+        panels[1].legend(shown.values(), shown.keys(), frameon=False, fontsize=8, loc="best")
         file = PICTURES / f"at-scale-{name}-{model}.png"
         FigureCanvasAgg(figure).print_png(file, metadata={"Software": None})
         print(file)

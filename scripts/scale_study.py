@@ -25,8 +25,8 @@ from interlace.rules import check
 from interlace.strategy.contributions import contributions
 from interlace.strategy.job_layout import JobLayout, with_layout
 from interlace.strategy.layout_search import in_16_bits, search_layouts
-from interlace.strategy.layout_space import ONE_CHUNK, TWO_CHUNKS, LayoutSpace
-from interlace.strategy.lower_bounds import interleaves
+from interlace.strategy.layout_space import LayoutSpace
+from interlace.strategy.schedule_facts import interleaves
 from interlace.strategy.simulated_job import SimulatedJob, parts_of, simulate_job
 
 FOLDER = Path(__file__).resolve().parents[1] / "bench" / "results" / "scale"
@@ -37,6 +37,18 @@ BATCH = 2048
 """Sequences of a step in strong scaling: with 8,192 tokens each, those of Llama 3 at 16,384."""
 PER_DEVICE = 1 / 8
 """Sequences of a step for each device in weak scaling: the same at 16,384."""
+SCHEDULES = (
+    "one_f_one_b",
+    "eager_one_f_one_b",
+    "zb_h1",
+    "interleaved(chunks=2)",
+    "zb_v",
+    "folded",
+    "eager_folded",
+    "dual_pipe_v",
+    "stp",
+)
+"""Of pipelines that are compared on one split."""
 LEAST = 64
 """Sequences in weak scaling at least, so that few devices have micro-batches to interleave."""
 
@@ -169,7 +181,7 @@ def _schedule_figures(job: SimulatedJob | str) -> dict[str, Any]:
 def _schedules(layout: JobLayout) -> tuple[str, ...]:
     if layout.pipeline == 1:
         return ("one_strand", "two_strand")
-    return (*ONE_CHUNK, "interleaved(chunks=2)", *TWO_CHUNKS)
+    return SCHEDULES
 
 
 if __name__ == "__main__":
