@@ -26,6 +26,7 @@ from interlace.decompose.rewrite.apply import Decompose
 from interlace.degrees import resolve_layout
 from interlace.errors import InputError
 from interlace.experts.merged_sends import expected_sends
+from interlace.garbage import no_collections
 from interlace.graphs.recompute import policy_of
 from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
 from interlace.hardware.cluster import Cluster
@@ -184,6 +185,7 @@ def _give(text: str, output: Path | None) -> None:
         sys.stdout.write(text)
 
 
+@no_collections()
 def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
     """The graphs of one rank of `config` for two strands, traced on fake tensors; of a pipeline
     those of the whole model, not cut, with how ranks share weights that they will gather in
