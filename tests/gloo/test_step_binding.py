@@ -27,6 +27,7 @@ from interlace.errors import InputError, RunError
 
 QUICK = PlanConfig(cluster="h100", search="list")
 FACTOR = 1.0
+WEIGHTS = torch.ones(4)
 
 
 class Block(nn.Module):
@@ -49,7 +50,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.drop(self.norm(self.linear(x))) * self.scale * self.mask + self.table
-        return x + y * self.options.gain * sum(self.factors) * self.shared * FACTOR
+        return x + y * self.options.gain * sum(self.factors) * self.shared * FACTOR * WEIGHTS
 
 
 class Model(nn.Module):
@@ -399,6 +400,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a global value": (
         lambda c, b: mock.patch.dict(globals(), FACTOR=2.0),
         r"FACTOR == 1\.0",
+    ),
+    "a global tensor": (
+        lambda c, b: mock.patch.dict(globals(), WEIGHTS=torch.zeros(4)),
+        r"the tensor \S*test_step_binding\.WEIGHTS was replaced",
     ),
     "a tensor that is no buffer": (
         lambda c, b: having(b, "mask", torch.zeros(4)),

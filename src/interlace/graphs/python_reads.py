@@ -8,7 +8,9 @@ block's own number, say), the stand-in could be for a block that does something 
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,17 +20,29 @@ class Reads:
     """What a traced forward read beside parameters and buffers, as dynamo's guards know it:
     attributes, elements of lists, values of closures and of modules' globals."""
 
-    def __init__(
-        self, module: nn.Module, manager: Any, tensors: Iterable[tuple[str, Tensor]]
-    ) -> None:
+    def __init__(self, module: nn.Module, manager: Any) -> None:
         self._manager = manager
         self._locals = {"self": module}
-        scope = {"G": manager.global_scope, "L": self._locals, **manager.closure_vars}
-        self.tensors = tuple(
-            (name, tensor, eval(f"lambda: {name}", scope)) for name, tensor in tensors
-        )
+        self._scope = {**manager.global_scope, "L": self._locals, **manager.closure_vars}
+        self.tensors: tuple[tuple[str, Tensor, Callable[[], Any]], ...] = ()
         """Tensors that the graph holds as constants: the expression that gave each (in dynamo's
         words), the tensor, and a function that evaluates the expression again."""
+
+    def values(self, expressions: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """Those of these expressions that have a value now, which those on the batch have not."""
+        for expression in expressions:
+            with suppress(Exception):  # that of anybody's attribute that was asked for in vain
+                yield expression, eval(expression, self._scope)
+
+    def hold_tensors(self, expressions: Iterable[str], known: Collection[int]) -> None:
+        """Note as constants the tensors that these expressions give, each once; `known` are ids of
+        those that are none."""
+        found = {
+            id(tensor): (name, tensor, eval(f"lambda: {name}", self._scope))
+            for name, tensor in self.values(expressions)
+            if id(tensor) not in known
+        }
+        self.tensors = tuple(found.values())
 
     def hold(self) -> bool:
         """Whether all values are what they were. Tensors are not looked at."""
@@ -96,14 +110,14 @@ class BlockReads:
             for guard in made:
                 guards.add(guard, collect_debug_stack=False)
 
-    def compare(self, guards: Any) -> None:
+    def compare(self, guards: Any, others: Iterable[tuple[str, Any]]) -> None:
         """Say in `differ` if a block reads other values than the one that is like it, or if a block
         was also read as something else, as code does that asks which block it is. After torch has
-        written the guards' conditions."""
+        written the guards' conditions; `others` are values, by their names, whose guards it has
+        not."""
         names = {id(block): self._name(number) for number, block in self._blocks.items()}
-        for guard in guards:
-            value = guard.obj_weakref() if guard.obj_weakref else None
-            name = guard.originating_source.name
+        own = [(guard.name, guard.obj_weakref and guard.obj_weakref()) for guard in guards]
+        for name, value in (*own, *others):
             if names.get(id(value), name) != name:
                 self.differ = f"{names[id(value)]} is also read as {name}"
         for number, like in self._like.items():
@@ -174,13 +188,18 @@ class _Moved:
         if (new := self._replaced(source)) is not None:
             return new
         parts = {
-            field.name: value
-            for field in dataclasses.fields(source)
-            if dataclasses.is_dataclass(value := getattr(source, field.name))
+            name: value
+            for name in _fields(type(source))
+            if dataclasses.is_dataclass(value := getattr(source, name))
         }
         moved = {name: self(value) for name, value in parts.items()}
         changed = {name: value for name, value in moved.items() if value is not parts[name]}
         return dataclasses.replace(source, **changed) if changed else source
+
+
+@cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _moved_guard(guard: Any, moved: _Moved) -> Any:

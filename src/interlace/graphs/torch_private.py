@@ -18,7 +18,10 @@ docs/new-torch.md says with which versions of torch it was tested.
     ProcessGroupGloo.options._timeout                           how long a group that exists waits
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
     distributed._functional_collectives.AsyncCollectiveTensor   what eager DTensor waits on
-    fx._lazy_graph_module._LazyGraphModule   graphs that nobody runs have no code written for them
+    fx._lazy_graph_module._LazyGraphModule, ._use_lazy_graph_module
+                                             graphs that nobody runs have no code written for them
+    _dynamo.symbolic_convert.get_funcname, fx.experimental.proxy_tensor._extract_tensor_metadata
+                                             what a capture works out for its logs and for others
     utils._python_dispatch.TorchDispatchMode, utils._pytree.*, _ops.OpOverload   seeing operators
     _inductor.fx_passes.overlap_scheduling   PyTorch's overlap scheduler, a rival (from 2.13 on)
     distributed.pipelining.schedules._PipelineScheduleRuntime, ._Action    their runtime, our order
@@ -41,7 +44,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch._dynamo import functional_export, guards, utils
+from torch._dynamo import functional_export, guards, symbolic_convert, utils
 from torch._dynamo.convert_frame import get_traced_fn
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.side_effects import SideEffects
@@ -61,7 +64,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import fake_tensor_tls
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement
+from torch.fx import _lazy_graph_module
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -144,6 +149,10 @@ def capture_forward(
         # Of its settings torch makes JSON for its logs, and 2.11 fails at functions among them.
         settings = mock.patch.object(utils, "_get_dynamo_config_for_logging", create=True)
         stack.enter_context(settings).return_value = None
+        # Another log wants names of functions, for which torch parses every file of a model.
+        names = mock.patch.object(symbolic_convert, "get_funcname", _nothing, create=True)
+        stack.enter_context(names)
+        stack.enter_context(_lazy_graph_module._use_lazy_graph_module(True))
         if watch:  # guards can only be built, and what is set only be seen, inside the capture
             stack.enter_context(mock.patch.object(functional_export, "fullgraph_capture", watched))
             stack.enter_context(mock.patch.object(SideEffects, "store_attr", noted))
@@ -159,6 +168,10 @@ def capture_joint(forward: Forward, example_inputs: tuple[Tensor, ...]) -> Joint
         stack.enter_context(
             mock.patch.object(fake_tensor_tls, "allow_non_fake_inputs_override", True)
         )
+        stack.enter_context(_lazy_graph_module._use_lazy_graph_module(True))
+        # Beside each value torch notes what is known of it a second time; nobody here reads that.
+        known = mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing, create=True)
+        stack.enter_context(known)
         joint = aot_export_joint_with_descriptors(stack, captured, example_inputs)
     graph = joint.graph_module.graph
     for node in graph.find_nodes(op="placeholder"):
@@ -185,6 +198,10 @@ def capture_joint(forward: Forward, example_inputs: tuple[Tensor, ...]) -> Joint
     return Joint(graph, joint.graph_module, gradients, tuple(writes), tuple(results))
 
 
+def _nothing(*_: Any) -> None:
+    """In place of what torch works out and nobody here reads."""
+
+
 _VALUES = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH"})
 """Guards on plain values, which are kept wherever the value was read."""
 _ELSEWHERE = frozenset({"TENSOR_MATCH", "DUPLICATE_INPUT", "EMPTY_NN_MODULE_HOOKS_DICT"})
@@ -194,31 +211,30 @@ _ELSEWHERE = frozenset({"TENSOR_MATCH", "DUPLICATE_INPUT", "EMPTY_NN_MODULE_HOOK
 def _reads(module: nn.Module, function: Any, output: Any, blocks: BlockReads | None) -> Reads:
     """Of the guards of a capture those on values anywhere, and on anything below `module`. Others
     see the insides of libraries, which change whenever somebody registers another model."""
-    own = {id(t) for t in (*module.parameters(), *module.buffers())}
-    own |= {id(t._local_tensor) for t in module.parameters() if isinstance(t, DTensor)}
-    tensors: dict[int, tuple[str, Tensor]] = {}
-
-    def wanted(entries: Any) -> list[bool]:
-        kept = []
-        for guard in entries:
-            source = guard.orig_guard.name
-            kind, is_batch = guard.guard_type, source.startswith("L['batch']")
-            if kind == "TENSOR_MATCH" and not is_batch and id(guard.value) not in own:
-                tensors[id(guard.value)] = (source, guard.value)
-            below = source.startswith("L['self']") and kind not in _ELSEWHERE
-            kept.append(not is_batch and (below or kind in _VALUES))
-        return kept
-
+    found = output.output_graph.guards
     if blocks is not None:
-        blocks.add(output.output_graph.guards, _ELSEWHERE)
-
+        blocks.add(found, _ELSEWHERE)
+    others = sorted(guard for guard in found if not _is_kept(guard))
+    for guard in others:  # here, as for a filter torch would build all guards, and those kept again
+        found.inner.remove(guard)
     code = get_traced_fn(function)[0].__code__
     # torch times the guards for its logs, on emptied caches: 30 ms, more than building them takes.
     with mock.patch.object(guards, "profile_guard_manager", return_value=0.0, create=True):
-        manager = output.build_guards(code, Hooks(guard_filter_fn=wanted)).guard_manager
+        reads = Reads(module, output.build_guards(code, Hooks()).guard_manager)
+    own = {id(t) for t in (*module.parameters(), *module.buffers())}
+    own |= {id(t._local_tensor) for t in module.parameters() if isinstance(t, DTensor)}
+    reads.hold_tensors(
+        (guard.name for guard in others if guard.create_fn_name() == "TENSOR_MATCH"), own
+    )
     if blocks is not None:
-        blocks.compare(output.output_graph.guards)
-    return Reads(module, manager, tensors.values())
+        blocks.compare(found, reads.values(guard.name for guard in others))
+    return reads
+
+
+def _is_kept(guard: Any) -> bool:
+    kind = guard.create_fn_name()
+    below = guard.name.startswith("L['self']") and kind not in _ELSEWHERE
+    return not guard.name.startswith("L['batch']") and (below or kind in _VALUES)
 
 
 def hooks_of(module: nn.Module, *, backward: bool) -> list[dict[int, Any]]:
