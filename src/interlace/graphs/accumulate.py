@@ -46,14 +46,14 @@ def accumulate_gradients(
     bindings = dict(backward.bindings)
     gradients = backward.outputs
     output.args = ((),)
-    readers = Counter(gradients)
+    readers, known = Counter(gradients), dict[tuple[object, ...], Tensor]()
     for index, (parameter, gradient) in enumerate(zip(chunk.parameters, gradients, strict=True)):
         if parameter in done:
             continue
         with graph.inserting_before(first):
             buffer = graph.placeholder(f"{BUFFER_PREFIX}{index}")
         like = parameters.get(parameter, gradient.meta["val"])
-        buffer.meta["val"] = _buffer_like(like, gradient.meta["val"], buffer_dtype)
+        buffer.meta["val"] = _buffer_like(like, gradient.meta["val"], buffer_dtype, known)
         bindings[buffer.name] = Binding("gradient", parameter)
         # Of a sum of two parameters, both have the same gradient.
         _add(graph, buffer, gradient, wide, alone=fused and readers[gradient] == 1)
@@ -61,11 +61,17 @@ def accumulate_gradients(
     return StrandGraph("backward", backward.module, bindings)
 
 
-def _buffer_like(parameter: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `torch.zeros_like(parameter, dtype=dtype)` gives, as a fake tensor."""
-    with gradient.fake_mode:  # type: ignore[attr-defined]
-        strided = torch.empty_strided(parameter.shape, parameter.stride(), device=gradient.device)
-        return torch.zeros_like(strided, dtype=dtype)
+def _buffer_like(
+    parameter: Tensor, gradient: Tensor, dtype: torch.dtype, known: dict[tuple[object, ...], Tensor]
+) -> Tensor:
+    """What `torch.zeros_like(parameter, dtype=dtype)` gives, as a fake tensor; the same one for
+    parameters alike, in `known`."""
+    form = (parameter.shape, parameter.stride(), gradient.device)
+    if form not in known:
+        with gradient.fake_mode:  # type: ignore[attr-defined]
+            strided = torch.empty_strided(*form[:2], device=gradient.device)
+            known[form] = torch.zeros_like(strided, dtype=dtype)
+    return known[form]
 
 
 def _add(

@@ -58,9 +58,11 @@ def marked(blocks: Mapping[int, nn.Module], forms: Mapping[int, Form] | None = N
             raise PeriodsDifferError(f"{code.co_qualname} compares objects by identity")
     for mark in (entered, left, stand_in):
         torch.compiler.allow_in_graph(mark)
+    # By place: for a key of a dictionary the capture would look at all of them, at each call.
+    table = tuple((forms or {}).get(number) for number in range(1 + max(blocks)))
     with ExitStack() as stack:
         for kind in {type(block) for block in blocks.values()}:
-            forward = _marking(kind.forward, forms or {})
+            forward = _marking(kind.forward, table)
             stack.enter_context(mock.patch.object(kind, "forward", forward))
         for number, block in blocks.items():
             vars(block)[NUMBER] = number
@@ -68,15 +70,16 @@ def marked(blocks: Mapping[int, nn.Module], forms: Mapping[int, Form] | None = N
         return stack.pop_all()
 
 
-def _marking(forward: Callable[..., Any], forms: Mapping[int, Form]) -> Callable[..., Any]:
+def _marking(forward: Callable[..., Any], forms: tuple[Form | None, ...]) -> Callable[..., Any]:
     """A forward that marks calls. The capture runs it, so it is plain Python."""
 
     def marking(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         number = getattr(self, NUMBER, None)
         if number is None:
             return forward(self, *args, **kwargs)
-        if number in forms:
-            return stand_in(number, forms[number], args, kwargs)
+        form = forms[number]
+        if form is not None:
+            return stand_in(number, form, args, kwargs)
         entered(number, args, kwargs)
         result = forward(self, *args, **kwargs)
         left(number, result)
