@@ -15,6 +15,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_VALUES = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH"})
+"""Guards on plain values, which are kept wherever the value was read."""
+LOOKED_AT_ELSEWHERE = frozenset({"TENSOR_MATCH", "DUPLICATE_INPUT", "EMPTY_NN_MODULE_HOOKS_DICT"})
+"""Guards on tensors and hooks, which `runtime.binding` looks at itself."""
+
+
+def is_kept(guard: Any) -> bool:
+    """Whether a step watches what a guard is on: values anywhere, and all below the module."""
+    kind = guard.create_fn_name()
+    below = guard.name.startswith("L['self']") and kind not in LOOKED_AT_ELSEWHERE
+    return not guard.name.startswith("L['batch']") and (below or kind in _VALUES)
+
 
 class Reads:
     """What a traced forward read beside parameters and buffers, as dynamo's guards know it:

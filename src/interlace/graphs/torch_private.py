@@ -73,7 +73,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.graphs.capture_settings import capture_settings, changes_nothing
 from interlace.graphs.joint import GradientOf, InputOf, Joint, set_input
-from interlace.graphs.python_reads import BlockReads, Reads
+from interlace.graphs.python_reads import LOOKED_AT_ELSEWHERE, BlockReads, Reads, is_kept
 
 __all__ = [
     "GRADIENT_HOOKS",
@@ -202,19 +202,13 @@ def _nothing(*_: Any) -> None:
     """In place of what torch works out and nobody here reads."""
 
 
-_VALUES = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH"})
-"""Guards on plain values, which are kept wherever the value was read."""
-_ELSEWHERE = frozenset({"TENSOR_MATCH", "DUPLICATE_INPUT", "EMPTY_NN_MODULE_HOOKS_DICT"})
-"""Guards on tensors and hooks, which `runtime.binding` looks at itself."""
-
-
 def _reads(module: nn.Module, function: Any, output: Any, blocks: BlockReads | None) -> Reads:
     """Of the guards of a capture those on values anywhere, and on anything below `module`. Others
     see the insides of libraries, which change whenever somebody registers another model."""
     found = output.output_graph.guards
     if blocks is not None:
-        blocks.add(found, _ELSEWHERE)
-    others = sorted(guard for guard in found if not _is_kept(guard))
+        blocks.add(found, LOOKED_AT_ELSEWHERE)
+    others = sorted(guard for guard in found if not is_kept(guard))
     for guard in others:  # here, as for a filter torch would build all guards, and those kept again
         found.inner.remove(guard)
     code = get_traced_fn(function)[0].__code__
@@ -229,12 +223,6 @@ def _reads(module: nn.Module, function: Any, output: Any, blocks: BlockReads | N
     if blocks is not None:
         blocks.compare(found, reads.values(guard.name for guard in others))
     return reads
-
-
-def _is_kept(guard: Any) -> bool:
-    kind = guard.create_fn_name()
-    below = guard.name.startswith("L['self']") and kind not in _ELSEWHERE
-    return not guard.name.startswith("L['batch']") and (below or kind in _VALUES)
 
 
 def hooks_of(module: nn.Module, *, backward: bool) -> list[dict[int, Any]]:
