@@ -37,6 +37,7 @@ BENCHES = (
     Bench("reshard", 16, links=True),
     Bench("pipeline", 16, links=True),
     Bench("searched", 25, links=False),
+    Bench("simulator", None, links=False),
     Bench("tensor_share", 15, links=True),
     Bench("stage_transfers", 18, links=True),
     Bench("moe_strands", 17, links=True),

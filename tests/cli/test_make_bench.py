@@ -41,7 +41,7 @@ def test_what_needs_root_is_named_as_skipped(
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr("subprocess.run", fake)
     assert script["main"]() == 1
-    assert started == ["checks", "searched"]
+    assert started == ["checks", "searched", "simulator"]
     printed = capsys.readouterr().out
     assert "strands    skipped: real links need Linux and root" in printed
     assert "checks     FAILED with exit code 1" in printed

@@ -1,4 +1,5 @@
 """Modules drawn at random: the numbers of eager PyTorch, or a refusal by name, and nothing else.
+The wide rows draw fifty where `make test` draws twenty.
 
 INTERLACE_EXAMPLES=500 pytest tests/gloo/test_random_modules.py     # drawn anew each time
 """
@@ -15,8 +16,10 @@ from processes import gloo_group, run_ranks
 from random_modules import Chain, case_of, chains
 from strange_world import RIGHT, mesh_of, outcomes
 
+from wide import WIDE
+
 EXAMPLES = int(os.environ.get("INTERLACE_EXAMPLES", "0"))
-"""0: fifty examples, the same in every run."""
+"""0: twenty examples, in wide rows fifty, the same in every run."""
 
 
 def explored(examples: int, number: int | None) -> dict[str, int]:
@@ -60,10 +63,12 @@ def _fine(found: str) -> bool:
 
 
 @pytest.mark.timeout(240 if not EXAMPLES else 0)
+@pytest.mark.parametrize("examples", [20, pytest.param(50, marks=WIDE)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_right_or_refused(ranks: int) -> None:
-    """Losses and whole gradients of both steps, one strand and two; most modules are taken."""
-    arguments: list[Any] = [EXAMPLES or 50, random.getrandbits(32) if EXAMPLES else None]
+def test_right_or_refused(ranks: int, examples: int) -> None:
+    """Losses and whole gradients of both steps, one strand and two; most modules are taken. The
+    wide rows draw more of the same modules."""
+    arguments: list[Any] = [EXAMPLES or examples, random.getrandbits(32) if EXAMPLES else None]
     limit_s = 230.0 if not EXAMPLES else 30.0 * EXAMPLES
     results = run_ranks("test_random_modules:explored", ranks, args=arguments, timeout_s=limit_s)
     for result in results:

@@ -27,8 +27,8 @@ docs/new-torch.md says with which versions of torch it was tested.
     distributed.pipelining.schedules._PipelineScheduleRuntime, ._Action    their runtime, our order
     attributes of its schedules and stages       those that `pipelining.overlap_checks` looks for
     nn.parallel.DistributedDataParallel._comm_hooks, ._join_config; _st_info of its parameters
-    cuda.jiterator._create_jit_fn            an element-wise CUDA kernel from its source
-    cuda._sleep                              a kernel that does nothing for a while
+    cuda.jiterator._create_jit_fn, cuda._sleep    a CUDA kernel from its source, one that waits
+    distributed.tensor.debug._clear_sharding_prop_cache         what DTensor knows of its meshes
 
 The exit stack given to the joint export must be closed before anything real runs: until then its
 fake mode is active. A DTensor input becomes two placeholders, its local tensor and its mesh.
@@ -63,7 +63,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import fake_tensor_tls
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, debug
 from torch.fx import _lazy_graph_module
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental import proxy_tensor
@@ -88,6 +88,7 @@ __all__ = [
     "capture_forward",
     "capture_joint",
     "compile_elementwise",
+    "end_fake_world",
     "fake_tensor_mode",
     "global_hooks",
     "gloo_timeout",
@@ -318,6 +319,12 @@ def init_fake_world(world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+def end_fake_world() -> None:
+    """DTensor forgets its meshes too: an equal one of another world has other groups."""
+    dist.destroy_process_group()
+    getattr(debug, "_clear_sharding_prop_cache", _nothing)()
 
 
 def fake_tensor_mode(*, holds_real: bool = False) -> Any:

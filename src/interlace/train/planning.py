@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from interlace import run_files
 from interlace.claims import refuse_in_live_run
@@ -28,7 +27,7 @@ from interlace.errors import InputError
 from interlace.experts.merged_sends import expected_sends
 from interlace.garbage import no_collections
 from interlace.graphs.recompute import policy_of
-from interlace.graphs.torch_private import fake_tensor_mode, init_fake_world
+from interlace.graphs.torch_private import end_fake_world, fake_tensor_mode, init_fake_world
 from interlace.hardware.cluster import Cluster
 from interlace.ir.noise import noise_of
 from interlace.ir.plan import to_text
@@ -235,7 +234,7 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
                     schedule=of_strands(1 if in_stages else 2),
                 )
     finally:
-        dist.destroy_process_group()
+        end_fake_world()
 
 
 def describe_model(config: RunConfig) -> str:
