@@ -145,7 +145,7 @@ class CapturedOnCuda(unittest.TestCase):
         self.assertIn("the host waits", refused(lambda: compiled(reading, cuda_graph=True)))
 
     def test_a_capture_that_fails_says_so(self) -> None:
-        """The step before it has run, and its gradients are there."""
+        """The step before it has run."""
         step = compiled(blocks(), cuda_graph=True)
         usual = step.executor.step
 
