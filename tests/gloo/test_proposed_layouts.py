@@ -2,7 +2,7 @@
 
 Tiny models of every kind, on 1 to 16 devices: a layout of the space of each, drawn at random, is
 checked as `interlace train` does and traced as a rank would be, with its schedule proved for its
-stages. 4 batches of 8, of which one runs by default.
+stages. 25 batches of 8; the first runs in `make test`, the others are wide.
 """
 
 import random
@@ -22,7 +22,7 @@ from interlace.strategy.simulated_job import simulate_job
 from interlace.train.planning import trace_fake
 
 COUNT = 8
-BATCHES = [0, *(pytest.param(each, marks=pytest.mark.wide) for each in range(1, 4))]
+BATCHES = [0, *(pytest.param(each, marks=pytest.mark.wide) for each in range(1, 25))]
 LONGEST = 64
 """Tokens of a sequence: shorter than those with which spaces share sequences, for which a layout
 is drawn and then shortened."""
