@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from interlace.decompose.sites import Site, blocks_of
 from interlace.errors import InputError
 from interlace.graphs.trace import StrandGraph
-from interlace.sim.decomposed import by_expert_ns, decomposed_ns
+from interlace.sim.decomposed import (
+    EXPERT_GROUPS,
+    LEAST_GAIN,
+    PIECES,
+    SLICES,
+    by_expert_ns,
+    decomposed_ns,
+)
 
-PIECES = (1, 2, 4)
-"""Tried where the number of pieces is left open."""
-SLICES = 4
-"""Of data slicing where their number is left open."""
 BY_EXPERT = "by_expert"
 """The variant of sites that are cut by groups of experts."""
-EXPERT_GROUPS = (2, 4)
-"""Tried where the number of groups is left open."""
-LEAST_GAIN = 0.03
-"""Of the plain time; what slices cost beside their matmuls is not measured."""
 
 Way = tuple[str, int]
 """Variant and pieces."""

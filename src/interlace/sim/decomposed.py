@@ -7,6 +7,16 @@ each rank computes N * pieces and sends (N - 1) * pieces. The same formulas hold
 a ring or go straight to their owner, on ranks that start together.
 """
 
+PIECES = (1, 2, 4)
+"""Of a rank's slice, tried where their number is left open."""
+SLICES = 4
+"""Of data slicing where their number is left open."""
+EXPERT_GROUPS = (2, 4)
+"""Tried where the number of groups of experts is left open."""
+LEAST_GAIN = 0.03
+"""Of the plain time, below which a choice leaves a collective whole: what slices cost beside their
+matmuls is not known."""
+
 
 def compute_only_ns(compute_ns: int, *, ranks: int, pieces: int = 1) -> int:
     """All slices, nothing sent."""

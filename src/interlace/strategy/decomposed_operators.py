@@ -15,15 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.ir.graph import Kind
+from interlace.sim.decomposed import LEAST_GAIN, PIECES, SLICES
 from interlace.strategy.job_links import TENSOR
 from interlace.strategy.timed_graph import TimedGraph
-
-PIECES = (1, 2, 4)
-"""Of a rank's slice, tried where their number is left open; SLICES for `slicing`. Those of
-`interlace.decompose.choose`, which reads traced graphs."""
-SLICES = 4
-LEAST_GAIN = 0.03
-"""Of the plain time, below which `auto` leaves a collective whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

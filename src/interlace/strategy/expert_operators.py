@@ -13,13 +13,9 @@ from dataclasses import dataclass
 
 from interlace.hardware.step_job import StepJob
 from interlace.ir.graph import Kind
-from interlace.sim.decomposed import by_expert_ns
-from interlace.strategy.decomposed_operators import LEAST_GAIN
+from interlace.sim.decomposed import EXPERT_GROUPS, LEAST_GAIN, by_expert_ns
 from interlace.strategy.job_links import COUNTS, EXPERT, JobLinks
 from interlace.strategy.timed_graph import TimedGraph
-
-EXPERT_GROUPS = (2, 4)
-"""Tried where `overlap.pieces` leaves their number open, as `interlace.decompose.choose`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
