@@ -87,7 +87,8 @@ def _plan() -> dict[str, Any]:
 
 def _profile() -> dict[str, Any]:
     from interlace.ir import store
-    from interlace.train.planning import computed_costs, trace_fake
+    from interlace.train.fake_trace import trace_fake
+    from interlace.train.plan_costs import computed_costs
 
     config = load_run_config("quickstart", {"parallel.tensor": "2"})
     strands = trace_fake(config).whole

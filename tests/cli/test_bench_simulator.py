@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from interlace.__main__ import main
+from interlace.bench.simulator_lab import TABLE, lab_rows, lab_scores
 
 
 def test_it_prints_and_writes_its_scores(
@@ -33,3 +34,22 @@ def test_it_prints_and_writes_its_scores(
     assert "GPT 18B, A40, 8K: dp 8, tp 8  " in printed
     assert all(row["ours"] > 1 for row in strands)
     assert next(row for row in rows if row["metric"] == "within_6_points")["baseline"] == 4
+
+
+def test_own_benches_are_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is what the script makes of the benches' files, and has each of the kinds that are
+    asked for; the score is the median error."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
+    import record_lab
+
+    assert TABLE.read_text(encoding="utf-8") == record_lab.lab_csv()
+    scores = {each.bench: each for each in lab_scores()}
+    assert {"strands", "zero3", "pipeline", "moe_strands", "reshard"} <= scores.keys()
+    file = record_lab.RESULTS / "cpu" / "zero3.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    errors = sorted(abs(r["ratio"] - 1) for r in rows if r["metric"].startswith("predicted_over"))
+    assert scores["zero3"].steps == len(errors) == 9
+    assert scores["zero3"].error == pytest.approx(errors[4], abs=1e-4)
+    assert scores["zero3"].worst == pytest.approx(errors[-1], abs=1e-4)
+    written = {(row.case, row.metric): row.ours for row in lab_rows([scores["zero3"]])}
+    assert written["own bench zero3, AMD EPYC", "median_error"] == scores["zero3"].error

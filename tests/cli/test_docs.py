@@ -12,6 +12,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import docs_several
 import pytest
 from docs_blocks import PAGES, ROOT, Block, blocks
 from processes import run_ranks
@@ -42,7 +43,11 @@ NOT_RUN = {
         "needs two processes",
         "shows an error",
     ],
-    "docs/concepts/searched-schedules.md": ["needs several processes"],
+    "docs/concepts/searched-schedules.md": [
+        "half a minute",
+        "minutes",
+        "needs two processes",
+    ],
     "docs/guides/explain.md": ["needs two processes"],
     "docs/guides/images.md": ["needs four processes"],
     "docs/guides/lab.md": ["needs root"],
@@ -106,6 +111,14 @@ def test_the_worked_example_of_explain(tmp_path: Path, capsys: pytest.CaptureFix
     assert sorted(re.findall(calls, said)) == sorted(re.findall(calls, shown))
     for title in re.findall(r"^(?:collective|rank) .*", shown, re.MULTILINE):
         assert title.split() in [line.split() for line in said.splitlines()]
+
+
+def test_blocks_of_several_ranks_run(tmp_path: Path) -> None:
+    """On two ranks, one page after the other; those of four ranks with smaller meshes."""
+    results = run_ranks("docs_several:run_pages", 2, args=[str(tmp_path)], timeout_s=LONGEST_S)
+    several = [b.page for b in of("python") if b.not_run in docs_several.REASONS]
+    for result in results:
+        assert sorted(result.value) == sorted(set(several) - {"docs/guides/explain.md"})
 
 
 def test_loops_clear_their_gradients() -> None:

@@ -21,6 +21,8 @@ from interlace.parallel.meshes import (
     build_meshes,
 )
 from interlace.train import planning
+from interlace.train.fake_trace import trace_fake
+from interlace.train.plan_costs import computed_costs
 
 OVERRIDES = {
     "parallel.tensor": "2",
@@ -53,8 +55,8 @@ def no_tracing(monkeypatch):
 def measured(tmp_path_factory) -> Path:
     """A cost file for `SMALL`, in the form that `interlace profile` writes."""
     config = load_run_config("quickstart", OVERRIDES)
-    strands = planning.trace_fake(config).whole
-    costs, _ = planning.computed_costs(config, strands.op_graphs)
+    strands = trace_fake(config).whole
+    costs, _ = computed_costs(config, strands.op_graphs)
     path = tmp_path_factory.mktemp("costs") / "cost.json"
     fields = {name: getattr(costs, name) for name in ("operators", "issue_ns")}
     store.save(CostTable(**fields, source="profile", graph_digest=strands.digest), path)
@@ -82,7 +84,7 @@ def test_everything_is_written(tmp_path, capsys):
 def test_constant_memory_by_hand(tmp_path):
     """One layer of quickstart over two ranks: elements of each split and whole weight."""
     config = load_run_config("quickstart", OVERRIDES | {"train.dtype": "bfloat16"})
-    module = planning.trace_fake(config).whole.module
+    module = trace_fake(config).whole.module
     held = planning.constant_bytes(config.parallel, config.train.dtype, module, None)
     vocabulary, width, ffn = 256, 128, 256
     split = 2 * vocabulary * width + 4 * width * width + 3 * width * ffn

@@ -1,16 +1,24 @@
 """`interlace plan` of a pipeline as typed: all schedules on the chunks of one model."""
 
 import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from interlace.__main__ import main
+from interlace.cli.run_file import load_run_config
+from interlace.ir import store
 from interlace.ir.actions import Direction
+from interlace.ir.costs import CostTable, OperatorCost
 from interlace.schedules.finder import names
 from interlace.schedules.schedule_text import read_schedule
 from interlace.schedules.verify import check_ranks
+from interlace.train.fake_trace import trace_fake
+from interlace.train.plan_costs import computed_costs
 
 STAGES, MICRO_BATCHES = 2, 6
 SETTINGS = {
@@ -128,6 +136,94 @@ def test_the_plan_is_a_list_of_actions(tmp_path: Path, capsys: pytest.CaptureFix
                 if s.strand.direction == Direction.FORWARD]  # fmt: skip
     assert len(forwards) == 2 * STAGES * MICRO_BATCHES
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_pipeline_is_searched_for_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A head of many words is heavier than layers. The searched pipeline is the plan, no slower
+    than any schedule, and runs as the settings that are printed say."""
+    file = tmp_path / "searched.txt"
+    heavy = {"model__vocab_size": "8192", "train__micro_batches": "8"}
+    words = ("--search-pipeline", "-o", str(file))
+    found = planned(tmp_path, *words, **heavy)
+    steps = by_name(found)
+    assert found["chosen"] == steps["searched"] == found["schedules"][0]
+    assert found["chosen"]["step_ns"] < 0.9 * steps["interleaved"]["step_ns"]
+    printed = capsys.readouterr().err
+    settings = tomllib.loads(printed[printed.index("[pipeline]") :].split("\n\n")[0])["pipeline"]
+    assert settings["schedule"] == str(file)
+    assert settings["split_at"] == found["chosen"]["split_at"]
+    split = [f"--pipeline.split_at={name}" for name in settings["split_at"]]
+    again = planned(tmp_path, *split, **heavy, pipeline__schedule=str(file))
+    assert again["chosen"]["step_ns"] == found["chosen"]["step_ns"]
+    assert again["chosen"]["kept_bytes"] == found["chosen"]["kept_bytes"]
+
+
+def test_a_limit_of_memory_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What every rank holds and keeps is within it, or the least that would do is said."""
+    free = planned(tmp_path, "--search-pipeline")["chosen"]
+    needs = max(map(sum, zip(free["constant_bytes"], free["kept_bytes"], strict=True)))
+    least = by_name(planned(tmp_path))["one_strand"]
+    floor = max(map(sum, zip(least["constant_bytes"], least["kept_bytes"], strict=True)))
+    assert floor < needs
+    limit = (floor + needs) / 2
+    bound = planned(tmp_path, "--search-pipeline", "--memory-gib", str(limit / 2**30))["chosen"]
+    for constant, kept in zip(bound["constant_bytes"], bound["kept_bytes"], strict=True):
+        assert constant + kept <= limit
+    capsys.readouterr()
+    words = ["--search-pipeline", "--memory-gib", "0.001"]
+    options = [f"--{key}={value}" for key, value in SETTINGS.items()]
+    assert main(["plan", "quickstart", *options, *words]) == 2
+    assert "no pipeline was found that fits into 1.0 MiB a rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "said"),
+    [
+        ({"parallel.pipeline": "1"}, "--search-pipeline", "parallel.pipeline = 1"),
+        ({}, "--memory-gib 10", "--memory-gib 10 is for --search-pipeline"),
+        ({}, "--search-pipeline --memory-gib -1", "--memory-gib -1 is no size"),
+        ({}, "--search-pipeline --global-batch 8 --cluster h100x8", "--search-pipeline and"),
+    ],
+)
+def test_wishes_that_say_nothing(
+    capsys: pytest.CaptureFixture[str], settings: dict[str, str], words: str, said: str
+) -> None:
+    """Before anything is traced."""
+    options = [f"--{key}={value}" for key, value in (SETTINGS | settings).items()]
+    assert main(["plan", "quickstart", *options, *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_measured_times_decide_where_it_is_cut(tmp_path: Path) -> None:
+    """Of a profile of the same model on one stage. Where operators of the size of the head's took
+    ten times as long as their arithmetic says, its rank has fewer layers."""
+    alone = SETTINGS | {"parallel.pipeline": "1", "model.layers": "6", "model.vocab_size": "1024"}
+    strands = trace_fake(load_run_config("quickstart", alone)).whole
+    costs, _ = computed_costs(load_run_config("quickstart", alone), strands.op_graphs)
+    head = max(cost.flops for cost in costs.operators.values())
+    slow = {
+        key: replace(cost, solo_ns=cost.solo_ns * (10 if cost.flops == head else 1))
+        for key, cost in costs.operators.items()
+    }
+
+    def layers_beside_the_head(operators: Mapping[str, OperatorCost]) -> int:
+        file = tmp_path / "cost.json"
+        table = CostTable(operators=dict(operators), issue_ns=costs.issue_ns, source="profile",
+                          graph_digest=strands.digest)  # fmt: skip
+        store.save(table, file)
+        words = ("--search-pipeline", "--cost", str(file))
+        found = planned(tmp_path, *words, model__layers="6", model__vocab_size="1024")
+        assert found["costs"].startswith("profile, ")
+        chosen = found["chosen"]
+        blocks = [f"model.blocks.{number}" for number in range(6)]
+        starts = [0, *((*blocks, "model.norm", "model.head").index(n) for n in chosen["split_at"])]
+        own = [rank == chosen["rank_of_chunk"][-1] for rank in chosen["rank_of_chunk"]]
+        chunk_of = [sum(start <= number for start in starts) - 1 for number in range(6)]
+        return sum(own[chunk] for chunk in chunk_of)
+
+    assert layers_beside_the_head(slow) < layers_beside_the_head(costs.operators)
 
 
 @pytest.mark.parametrize(

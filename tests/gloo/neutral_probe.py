@@ -27,7 +27,8 @@ from interlace.schedules.finder import find, sequential
 from interlace.search.planner import make_plan
 from interlace.search.problem import MemoryLimits
 from interlace.sim.simulated_step import simulate_step
-from interlace.train.planning import computed_costs, trace_fake
+from interlace.train.fake_trace import trace_fake
+from interlace.train.plan_costs import computed_costs
 from interlace.train.worker import main
 
 SEARCHES = {"exact": "merge", "list": "list", "paper": "segment_pairs"}

@@ -31,7 +31,7 @@ from interlace.errors import InputError
 from interlace.graphs.trace import StrandGraph
 from interlace.ir.graph import Kind
 from interlace.sim.decomposed import by_expert_ns, decomposed_ns
-from interlace.train.planning import trace_fake
+from interlace.train.fake_trace import trace_fake
 from wide import WIDE
 
 SCALAR_BYTES = 8

@@ -19,7 +19,7 @@ from interlace.strategy.chunk_cuts import split_names
 from interlace.strategy.job_layout import JobLayout, layout_of, with_layout
 from interlace.strategy.layout_space import LayoutSpace
 from interlace.strategy.simulated_job import simulate_job
-from interlace.train.planning import trace_fake
+from interlace.train.fake_trace import trace_fake
 
 COUNT = 8
 BATCHES = [0, *(pytest.param(each, marks=pytest.mark.wide) for each in range(1, 25))]

@@ -43,6 +43,7 @@ simulator.py           published training steps against the step model
 simulator_rows.py      its rows, as jobs on clusters, or why one is left out
 simulator_scores.py    its scores, and two numbers fitted to a third of the rows
 simulator_peers.py     what other simulators said of the same rows
+simulator_lab.py       what our own benches predicted of their steps, as recorded
 simulator_strands.py   DHelix's factors of two strands over one, against simulated ones
 results.py             the form of every result: rows, environment, table, JSON file
 """

@@ -43,7 +43,7 @@ CALIBRATION_RATE = "300mbit"
 """Rate of the link in the short run that says how long compute and all-to-all take."""
 _FULL = MoeSize(
     layers=3, width=256, ffn_width=768, heads=4, experts=8, words=256, batch=2, length=192,
-    micro_batches=24, repeats=3, recorded=1,
+    micro_batches=24, repeats=3, recorded=3,
 )  # fmt: skip
 """What the file of results was measured with."""
 _FOUR = replace(_FULL, ranks=4, micro_batches=12, repeats=2, flops_per_s=5e10)

@@ -5,7 +5,8 @@ which it does not. Then two numbers for each source, a factor on the rates of it
 host's time per operator, are fitted to every third row and held against the others. Needs no GPU
 and no second process; takes seconds. Single matmuls are held against measured ones as well, and
 published factors of two strands over one against `interlace.strategy`. What other simulators said
-of the same rows stands beside ours, as it was recorded.
+of the same rows stands beside ours, as it was recorded, and so does what our own benches predicted
+of the steps that they ran.
 """
 
 import csv
@@ -15,6 +16,8 @@ from statistics import mean
 
 import interlace.presets
 from interlace.bench.results import ResultRow, environment, write_json
+from interlace.bench.simulator_lab import HEADER as LAB_HEADER
+from interlace.bench.simulator_lab import lab_rows, lab_scores, lab_table
 from interlace.bench.simulator_peers import (
     PeerScore,
     RowsScore,
@@ -114,11 +117,14 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     print(aligned(HEADER, strand_table(strands), text_columns=1))
     print(f"factor_error {factor_error(strands):.1f} points, within {NEAR:.0f} points: ", end="")
     print(f"{within(strands)} of {len(strands)}")
+    lab = lab_scores()
+    print("\nour own benches: steps predicted from times measured just before, as recorded:")
+    print(aligned(LAB_HEADER, lab_table(lab), text_columns=1))
     if json_path is not None:
         result = [row for score in scores for row in result_rows(score)]
         result += peer_rows([each for found in peers.values() for each in found])
         result += [matmul_row(each) for each in matmuls]
-        result += strand_rows(strands)
+        result += strand_rows(strands) + lab_rows(lab)
         write_json(json_path, "simulator", environment("no link: computed"), result)
         print(json_path)
     return 0

@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -41,8 +41,11 @@ def read_run_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollec
     what a wrong value is for files and flags alike.
     """
     run = next(argument for argument in arguments if argument.name == "RUN")
+    tables = {each.name for each in fields(RunConfig)}
     leaves = [
-        argument for argument in arguments if argument.keys and not is_dataclass(argument.hint)
+        argument
+        for argument in arguments
+        if argument.keys and argument.keys[0] in tables and not is_dataclass(argument.hint)
     ]
     if not run.tokens:
         return  # cyclopts says that RUN is missing

@@ -94,6 +94,15 @@ class PipelineSchedule:
             raise RunError("nothing has been traced", hint="call step or eval once")
         return self._chain.step
 
+    def register_custom_function(self, computation_type: Any, custom_function: Any) -> None:
+        """Refused with an InputError: a function would run in place of a planned graph."""
+        raise InputError(
+            f"a custom function for {getattr(computation_type, 'name', computation_type)} cannot "
+            "run here: actions are graphs in a planned order, and no Python runs inside",
+            hint="interlace.pipelining.torch_schedule gives PyTorch's runtime, which has custom "
+            "functions, in the same order; install_overlap interleaves passes there",
+        )
+
     def step(
         self,
         *args: Any,

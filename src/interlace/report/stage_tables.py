@@ -25,6 +25,8 @@ class StagedStep:
     step: PipelineStep
     constant_bytes: tuple[int, ...]
     """By rank: weights, sums of gradients, optimizer state, buffers."""
+    split_at: tuple[str, ...] = ()
+    """The sub-modules with which chunks begin, but the first; empty where arithmetic decided."""
 
     @property
     def peak_bytes(self) -> int:
@@ -39,6 +41,7 @@ class StagedStep:
         return {
             "schedule": self.schedule,
             "rank_of_chunk": list(self.rank_of),
+            "split_at": list(self.split_at),
             "step_ns": step.step_ns,
             "bubble_fraction": step.bubble_fraction,
             "bubble_ns": list(step.bubble_ns),
@@ -47,8 +50,15 @@ class StagedStep:
         }
 
 
-def stages_summary(chosen: StagedStep, others: Sequence[StagedStep], micro_batches: int) -> str:
-    """The ranks of the chosen schedule, and all schedules, the fastest first."""
+def stages_summary(
+    chosen: StagedStep,
+    others: Sequence[StagedStep],
+    micro_batches: int,
+    *,
+    limit_bytes: int = 0,
+) -> str:
+    """The ranks of the chosen schedule, and all schedules, the fastest first, with those marked
+    that need more memory than a limit (0 for none)."""
     step = chosen.step
     rows = []
     for rank, constant in enumerate(chosen.constant_bytes):
@@ -65,7 +75,7 @@ def stages_summary(chosen: StagedStep, others: Sequence[StagedStep], micro_batch
             "",
             "all schedules on this model:",
             "",
-            aligned(_HEADER, [_row(each, others) for each in others], text_columns=1),
+            aligned(_HEADER, [_row(each, others, limit_bytes) for each in others], text_columns=1),
         )
     )
 
@@ -82,7 +92,7 @@ def stages_json(
     }
 
 
-def _row(each: StagedStep, others: Sequence[StagedStep]) -> tuple[str, ...]:
+def _row(each: StagedStep, others: Sequence[StagedStep], limit_bytes: int) -> tuple[str, ...]:
     plain = next((other.step.step_ns for other in others if other.schedule == PLAIN), 0)
     step = each.step
     return (
@@ -91,5 +101,5 @@ def _row(each: StagedStep, others: Sequence[StagedStep]) -> tuple[str, ...]:
         milliseconds(step.step_ns),
         f"{plain / step.step_ns:.2f}x" if plain else "-",
         percent(step.bubble_fraction),
-        size(each.peak_bytes),
+        size(each.peak_bytes) + (" (too much)" if 0 < limit_bytes < each.peak_bytes else ""),
     )

@@ -4,8 +4,10 @@ Ranks whose graphs differ, as they are laid out differently, can only agree on s
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+
+from torch import fx
 
 from interlace.errors import InputError
 from interlace.graphs.module_paths import module_path
@@ -45,19 +47,50 @@ def modules_to_split_at(strands: Strands, chunks: int) -> tuple[str, ...]:
 def _starts(strands: Strands) -> dict[int, str]:
     """By number of operators before it: the block that begins there, the outermost if there are
     several."""
+    return _first_of(strands, lambda parts: len(parts) == 1 or parts[-1].isdigit())
+
+
+def blocks_of(strands: Strands) -> tuple[str, ...]:
+    """The sub-modules between which a model can be cut, in their order: those that lie directly in
+    the model or in a list of it, and the neighbours of such a list, as a head behind the layers is.
+    Without the one that comes first."""
+    paths = (_path(node) for node in strands.parts[FORWARD].operators.values())
+    numbered = {_list_of(parts) for parts in paths} - {()}
+    holders = {each[:-1] for each in numbered}
+
+    def is_block(parts: Sequence[str]) -> bool:
+        beside_a_list = tuple(parts[:-1]) in holders and tuple(parts) not in numbered
+        return len(parts) == 1 or parts[-1].isdigit() or beside_a_list
+
+    return tuple(name for _, name in sorted(_first_of(strands, is_block).items()))
+
+
+def _list_of(parts: Sequence[str]) -> tuple[str, ...]:
+    """The names down to the outermost list on this path; nothing if there is none on it."""
+    found = [number for number, part in enumerate(parts) if part.isdigit()]
+    return tuple(parts[: found[0]]) if found else ()
+
+
+def _first_of(strands: Strands, wanted: Callable[[Sequence[str]], bool]) -> dict[int, str]:
+    """By number of operators before it, but 0: the wanted sub-module that begins there."""
     seen: set[str] = set()
     found: dict[int, str] = {}
     for place, node in enumerate(strands.parts[FORWARD].operators.values()):
-        path = module_path(node).removeprefix(USERS)
-        parts = path.split(".") if path else []
+        parts = _path(node)
         for end in range(1, len(parts) + 1):
             name = ".".join(parts[:end])
             if name in seen:
                 continue
             seen.add(name)
-            if place and (end == 1 or parts[end - 1].isdigit()):
+            if place and wanted(parts[:end]):
                 found.setdefault(place, name)
     return found
+
+
+def _path(node: fx.Node) -> list[str]:
+    """The names of the sub-modules of the user's module, from the outside in, that it is from."""
+    path = module_path(node).removeprefix(USERS)
+    return path.split(".") if path else []
 
 
 def agreed_split(traced: Callable[[], Strands], chunks: int) -> tuple[str, ...]:

@@ -23,7 +23,11 @@ metrics.py        metrics.jsonl, and the numbers in it
 model_flops.py    FLOPs of a token, for MFU
 environment.py    environment, run file, costs and plan, written down
 planning.py       `interlace plan`: a run planned without starting it
-stage_plans.py    the same of a pipeline: all its ranks, by every schedule
+pipeline_command.py  the same of a pipeline
+stage_plans.py    what its steps take, by every schedule: all ranks, simulated
+searched_stages.py  a pipeline that is searched for the model
+fake_trace.py     the graphs of one rank of a run, without ranks and weights
+plan_output.py    what `interlace plan` says and writes
 plan_costs.py     the times that it plans with: of a file, a cluster or a described machine
 profiling.py      `interlace profile`: a run's operators measured, resumably
 """

@@ -89,7 +89,8 @@ def open_graphs(config: RunConfig) -> tuple[Setup, Compilation, Constants]:
         raise InputError(
             f"parallel.pipeline = {config.parallel.pipeline}: the operators of a pipeline are "
             "not profiled",
-            hint="profile one stage's share: parallel.pipeline 1 and fewer model.layers",
+            hint="profile the same model on one stage, --parallel.pipeline 1, and give the file to "
+            "interlace plan of the pipeline; with fewer model.layers also --interpolate",
         )
     setup, _ = _open(job_of_rank(config))
     return setup, *_trace(setup, of_strands(2))

@@ -60,7 +60,7 @@ class StagePlanner:
         InputError if it cannot run so, or the model is too small for its chunks."""
         ranks, count = self.config.parallel.pipeline, self.config.train.micro_batches
         stage = StageSchedule(schedule.name, schedule.function, ranks=ranks, rank=0)
-        model = self._model(
+        model = self.model(
             Placement(
                 rank_of=stage.rank_of,
                 halves=stage.cuts_backwards,
@@ -70,14 +70,14 @@ class StagePlanner:
         )
         actions = stage.with_edges(model.handovers.edges).lists(count)
         phases = {each.phase for own in actions for each in own}
-        pairs = {name: self._phase_ns(name, model.op_graphs) for name in phases if "+" in name}
+        pairs = {name: self.phase_ns(name, model.op_graphs) for name in phases if "+" in name}
         chunks = len(model.handovers.rank_of)
         step = simulate_pipeline(
             actions,
             PipelineCosts(
-                chunks=[self._chunk(model, chunk) for chunk in range(chunks)],
+                chunks=[self.chunk_costs(model, chunk) for chunk in range(chunks)],
                 pairs_ns=pairs,
-                messages_ns=self._messages(model.handovers),
+                messages_ns=self.messages(model.handovers),
                 edges=model.handovers.edges,
             ),
             label=schedule.name,
@@ -87,20 +87,25 @@ class StagePlanner:
             rank_of=model.handovers.rank_of,
             actions=actions,
             step=step,
-            constant_bytes=tuple(self._constant_bytes(model.handovers, r) for r in range(ranks)),
+            constant_bytes=tuple(
+                sum(self.held_bytes(model.handovers, rank).values()) for rank in range(ranks)
+            ),
+            split_at=tuple(split_at),
         )
 
-    def _model(self, placement: Placement) -> ChunkedModel:
+    def model(self, placement: Placement) -> ChunkedModel:
+        """The model in these chunks."""
         if placement not in self._models:
             self._models[placement] = chunked(self.strands, placement)
         return self._models[placement]
 
-    def _chunk(self, model: ChunkedModel, number: int) -> ChunkCosts:
+    def chunk_costs(self, model: ChunkedModel, number: int) -> ChunkCosts:
+        """What the passes of a chunk cost, each alone."""
         graphs = model.op_graphs
 
         def ns(direction: Direction, share: Share = Share.WHOLE) -> int:
             label = Strand(direction, number, share).label
-            return self._phase_ns(label, graphs) if label in graphs else 0
+            return self.phase_ns(label, graphs) if label in graphs else 0
 
         halves = ns(Direction.BACKWARD, Share.INPUT), ns(Direction.BACKWARD, Share.WEIGHT)
         first, late = halves if any(halves) else (ns(Direction.BACKWARD), 0)
@@ -113,7 +118,7 @@ class StagePlanner:
             kept_bytes=kept,
         )
 
-    def _phase_ns(self, name: str, graphs: Mapping[str, OpGraph]) -> int:
+    def phase_ns(self, name: str, graphs: Mapping[str, OpGraph]) -> int:
         """A pass alone in traced order, passes side by side as they would be planned."""
         graph = phase_graph(name, graphs, 0)
         if graph.digest not in self._found:
@@ -133,8 +138,8 @@ class StagePlanner:
             contention=costs.contention,
         ).length_ns
 
-    def _messages(self, handovers: Handovers) -> dict[Edge, int]:
-        """By edge, there or back, the longer one."""
+    def messages(self, handovers: Handovers) -> dict[Edge, int]:
+        """Nanoseconds of what goes over each edge, there or back, the longer one."""
         found: dict[Edge, int] = {}
         for (_, source, to), values in handovers.messages.items():
             size = sum(value.like.nbytes for value in values)
@@ -143,10 +148,11 @@ class StagePlanner:
             found[edge] = max(found.get(edge, 0), ns)
         return found
 
-    def _constant_bytes(self, handovers: Handovers, rank: int) -> int:
+    def held_bytes(self, handovers: Handovers, rank: int) -> dict[str, int]:
+        """What a rank has all the time, by name; buffers are on every rank."""
         held = [name for name in handovers.readers if rank in handovers.holders(name)]
         parallel, dtype = self.config.parallel, self.config.train.dtype
-        return sum(constant_bytes(parallel, dtype, self.strands.module, None, held).values())
+        return constant_bytes(parallel, dtype, self.strands.module, None, held)
 
 
 def machine_for(config: RunConfig, cluster: Cluster | None) -> Machine:

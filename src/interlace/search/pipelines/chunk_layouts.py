@@ -37,7 +37,7 @@ class ChunkLayout:
 
     def held_bytes(self, problem: PipelineProblem) -> list[int]:
         """By rank: what it has all the time."""
-        held = [0] * problem.ranks
+        held = [problem.everywhere_bytes] * problem.ranks
         for chunk, rank in enumerate(self.rank_of):
             held[rank] += sum(unit.held_bytes for unit in self.of_chunk(problem.units, chunk))
         return held

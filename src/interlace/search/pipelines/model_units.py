@@ -47,6 +47,8 @@ class PipelineProblem:
     micro_batches: int
     memory_bytes: int = 0
     """Most that a rank may hold and keep at a time; 0 for no limit."""
+    everywhere_bytes: int = 0
+    """What every rank has, whichever units are its own."""
     overlap: float = 0.0
     """How much shorter a forward and a backward are side by side than one after the other, as a
     share of their time; but never shorter than the longer of both."""
