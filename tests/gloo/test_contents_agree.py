@@ -37,6 +37,17 @@ def odd_at(rank: int) -> float:
     return float(int(os.environ["RANK"]) == rank)
 
 
+def test_a_class_of_a_notebook_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor has one that was typed at a prompt: `__main__` is no file there, and Python says so by
+    an OSError. There is nothing to compare, and nothing to end a step for."""
+    from interlace.ranks.source_files import module_contents
+
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    names: dict[str, Any] = {"nn": torch.nn, "__name__": "__main__"}
+    exec("class Model(nn.Module): pass\ndef loss(module): pass", names)
+    assert module_contents(names["Model"](), names["loss"]) == []
+
+
 def primitives(folder: str) -> dict[str, str]:
     """A child of four, laid out 2 x 2: what is refused of tensors, files and models."""
     from torch.distributed.device_mesh import init_device_mesh

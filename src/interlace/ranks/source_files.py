@@ -73,7 +73,7 @@ def _file_of(each: Any) -> Path | None:
         return None
     try:
         name = inspect.getsourcefile(each)
-    except TypeError:  # built in, or typed at a prompt
+    except (TypeError, OSError):  # built in; or of a prompt or a notebook, where no file is
         return None
     path = Path(name) if name else None
     if path is None or not path.is_file() or _is_standard(path):
