@@ -2,7 +2,8 @@
 data-parallel ones and with their experts dealt to ranks; what cannot be split is refused by name.
 
 These are also the scenarios of `transformers`' own mixin for expert parallelism (forward, backward,
-the gradient of every parameter against one process), whose tolerance is 5e-3."""
+the gradient of every parameter against one process), whose tolerance is 5e-3. Wide are those of our
+Qwen3-MoE and PhiMoE by two strands; by these Mixtral runs always."""
 
 import json
 from pathlib import Path
@@ -27,6 +28,7 @@ from interlace.parallel.expert import apply_expert_parallel, dealt_parameters
 from interlace.parallel.plans import apply_published_plan
 from interlace.parallel.published_experts import adopt_published_experts
 from interlace.report.build import build_report
+from wide import WIDE
 
 BOUND = 1e-5
 """Of gradients, over the largest one, in float32: grouped matmuls add in another order than the
@@ -257,6 +259,34 @@ def test_experts_are_dealt_by_the_published_plan(tmp_path: Path) -> None:
                 assert ours["loss"] < TOLERANCE, ours
                 assert not ours["wrong"], ours
         assert result.value[-1]["drawn"], "PhiMoE draws in training, by any number of strands alike"
+
+
+def by_strands(folders: list[str]) -> list[dict[str, Any]]:
+    """On each of two ranks: the scenarios of our models by two strands in a random order."""
+    found = []
+    with gloo_group(timeout_s=60):
+        for folder in folders:
+            loss, wanted = eager(folder)
+            judged = folder, batches(), loss, wanted
+            found += [scenario(each, *judged, traced=True) for each in LAYOUTS]
+        dist.barrier()
+    return found
+
+
+@WIDE
+def test_scenarios_by_two_strands(tmp_path: Path) -> None:
+    """Of the other models, as of Mixtral above."""
+    _, *others = DEALT.items()
+    folders = [str(tmp_path / str(number)) for number in range(len(others))]
+    for (case, auxiliary), folder in zip(others, folders, strict=True):
+        save(case, Path(folder), auxiliary=auxiliary)
+    target = "test_hugging_face_experts:by_strands"
+    for result in run_ranks(target, 2, args=[folders], timeout_s=240):
+        assert len(result.value) == len(folders) * len(LAYOUTS)
+        for ours in result.value:
+            assert ours["logits"], ours
+            assert ours["loss"] < TOLERANCE, ours
+            assert not ours["wrong"], ours
 
 
 def test_dealt_experts_beside_shared_weights(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A searched pipeline runs: with the bits of one strand, as an object and from its file, where
-ranks have unequal numbers of chunks and fewer micro-batches come than were searched for."""
+ranks have unequal numbers of chunks and fewer micro-batches come than were searched for, or more to
+be evaluated."""
 
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,16 @@ def searched_steps(folder: str) -> dict[str, Any]:
                 config=QUICK, split_at=pipeline.split_at,
             )  # fmt: skip
             step(batches)
+            again = step.evaluate([*batches, *batches, batches[0]])
+            parts = [step.evaluated[at : at + count] for at in (0, count, 2 * count)]
             own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
             results[name] = {
                 "wrong": [n for n, grad in own.items() if not grad.equal(right[n])],
                 "own": sorted(own),
+                "evaluated": torch.stack(parts[0]).mean().equal(right["evaluated"])
+                and torch.stack(parts[1]).equal(torch.stack(parts[0]))
+                and parts[2][0].equal(parts[0][0])
+                and again.equal(torch.stack(step.evaluated).mean()),
                 "all": sorted(set(right) - {"losses", "evaluated"}),
                 "rank_of": pipeline.layout.rank_of,
                 "parts": sorted(step.strands.parts),
@@ -76,6 +83,7 @@ def test_a_searched_pipeline_has_the_bits_of_one_strand(tmp_path: Path) -> None:
     for name in ("object", "file"):
         each = [result.value[name] for result in results]
         assert [one["wrong"] for one in each] == [[], []]
+        assert all(one["evaluated"] for one in each)
         assert sorted({n for one in each for n in one["own"]}) == each[0]["all"]
         for rank, one in enumerate(each):
             chunks = [c for c, owner in enumerate(one["rank_of"]) if owner == rank]

@@ -81,9 +81,19 @@ class PipelineExecutor(StepExecutor):
             return self._losses(run.losses, count)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Losses of these micro-batches, on all ranks, forward only. Every rank calls it. Raises
-        InputError as `StepExecutor.evaluate`."""
+        """Losses of these micro-batches, on all ranks, forward only; so many at a time as the
+        schedule runs. Every rank calls it. Raises InputError as `StepExecutor.evaluate`."""
         self._check_draws()
+        most = self._stage.most or max(1, len(batches))
+        losses: list[Tensor] = []
+        results: list[tuple[Tensor, ...]] = []
+        for start in range(0, max(1, len(batches)), most):
+            losses += self._evaluated(batches[start : start + most])
+            results += self.results
+        self.results = results
+        return losses
+
+    def _evaluated(self, batches: Sequence[Batch]) -> list[Tensor]:
         count = len(batches)
         if count not in self._forwards:
             forwards = self._received_early(self._stage.forward_items(count))

@@ -99,6 +99,11 @@ class Schedule:
         return self.function.micro_batches if isinstance(self.function, ListedSchedule) else MOST
 
     @property
+    def most(self) -> int | None:
+        """Most micro-batches of a step, where it is a list; else there is no limit."""
+        return self.seen if self._is_listed else None
+
+    @property
     def cuts_backwards(self) -> bool:
         """Whether it runs the gradients of inputs and those of weights apart."""
         return self._cuts(self.of_ranks(1, self.seen))
