@@ -184,6 +184,7 @@ def mode(step_ms: float, hidden: float) -> dict[str, Any]:
     """Results of one way; the first step is slow, and must not count."""
     return {
         "step_ms": [9999.0, step_ms, step_ms],
+        "graph_ms": [9999.0, step_ms - 5, step_ms - 5],
         "compute_ms": 100.0,
         "communication_ms": 50.0,
         "hidden_fraction": hidden,
@@ -197,8 +198,9 @@ def test_training_compares_both_with_the_better_of_the_two() -> None:
         "plain-1": mode(150, 0.1),
         "decomposed-1": mode(120, 0.7),
         "plain-2": mode(125, 0.6),
-        "2": mode(100, 0.95),
+        "2": mode(100, 0.95) | {"predicted_ms": 95.0},
     }
+    modes["plain-2"]["predicted_ms"] = 126.0
     trained = TrainCase(target=0.5, rate="500mbit", micro_batches=2, comparison={"modes": modes})
     rows = by_metric(decompose_train.rows_of(trained))
     expected = {
@@ -209,6 +211,8 @@ def test_training_compares_both_with_the_better_of_the_two() -> None:
         "both_vs_eager": 1.8,
         "both_vs_one_strand": 1.5,
         "both_vs_better_of_two": 1.2,
+        "predicted_over_measured": 1.0,  # of the graphs alone
+        "predicted_over_measured_two_strands": 1.05,
     }
     assert {name: row.ratio for name, row in rows.items()} == pytest.approx(expected)
     text = decompose_train.tables([trained])

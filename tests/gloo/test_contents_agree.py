@@ -42,7 +42,7 @@ def test_a_class_of_a_notebook_has_no_file(monkeypatch: pytest.MonkeyPatch) -> N
     an OSError. There is nothing to compare, and nothing to end a step for."""
     from interlace.ranks.source_files import module_contents
 
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     names: dict[str, Any] = {"nn": torch.nn, "__name__": "__main__"}
     exec("class Model(nn.Module): pass\ndef loss(module): pass", names)
     assert module_contents(names["Model"](), names["loss"]) == []

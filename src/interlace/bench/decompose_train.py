@@ -1,7 +1,7 @@
 """Training with decomposed collectives, with two strands, with both and with neither."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -121,7 +121,26 @@ def rows_of(case: TrainCase) -> list[ResultRow]:
         row("both_vs_eager", "2", "eager"),
         row("both_vs_one_strand", "2", "plain-1"),
         row("both_vs_better_of_two", "2", better),
+        *_predictions(case),
     ]
+
+
+def _predictions(case: TrainCase) -> Iterator[ResultRow]:
+    """The simulator's step over the median of those that were measured, of the ways that it
+    describes."""
+    for mode, name in MODES.items():
+        predicted = case.modes[mode].get("predicted_ms")
+        if predicted is not None:
+            measured = median(case.timed(mode, "graph_ms"))
+            suffix = "" if mode == "2" else f"_{name.replace(' ', '_')}"
+            yield ResultRow(
+                case=case.name,
+                metric=f"predicted_over_measured{suffix}",
+                ours=predicted,
+                baseline=measured,
+                ratio=predicted / measured,
+                spread=None,
+            )
 
 
 def tables(cases: Sequence[TrainCase]) -> str:

@@ -52,15 +52,16 @@ def _starts(strands: Strands) -> dict[int, str]:
 
 def blocks_of(strands: Strands) -> tuple[str, ...]:
     """The sub-modules between which a model can be cut, in their order: those that lie directly in
-    the model or in a list of it, and the neighbours of such a list, as a head behind the layers is.
-    Without the one that comes first."""
+    the model or in a list of it that is in no other list, and the neighbours of such a list, as a
+    head behind the layers is. Without the one that comes first."""
     paths = (_path(node) for node in strands.parts[FORWARD].operators.values())
-    numbered = {_list_of(parts) for parts in paths} - {()}
-    holders = {each[:-1] for each in numbered}
+    lists = {_list_of(parts) for parts in paths} - {()}
+    holders = {each[:-1] for each in lists}
 
     def is_block(parts: Sequence[str]) -> bool:
-        beside_a_list = tuple(parts[:-1]) in holders and tuple(parts) not in numbered
-        return len(parts) == 1 or parts[-1].isdigit() or beside_a_list
+        inside = tuple(parts[:-1])
+        beside_a_list = inside in holders and tuple(parts) not in lists
+        return len(parts) == 1 or inside in lists or beside_a_list
 
     return tuple(name for _, name in sorted(_first_of(strands, is_block).items()))
 

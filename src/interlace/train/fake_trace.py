@@ -23,9 +23,7 @@ from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import of_strands
 from interlace.train.built_model import build_module, vocabulary
-from interlace.train.plan_costs import (
-    decompose_of,
-)
+from interlace.train.plan_costs import decompose_of
 from interlace.train.session import DTYPES
 from interlace.train.weights import cast_parameters
 

@@ -6,20 +6,13 @@ from pathlib import Path
 
 from interlace.compiled import StepSettings
 from interlace.config import RunConfig
-from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster
-from interlace.ir.costs import CostTable
 from interlace.report.stage_tables import stages_json, stages_summary
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
-from interlace.runtime.stage_gathers import timed_graphs
-from interlace.runtime.traced_strands import Strands
 from interlace.schedules.finder import find, names
 from interlace.schedules.schedule_text import write_schedule
 from interlace.train.fake_trace import describe_model, shape_of, trace_fake
-from interlace.train.plan_costs import (
-    computed_costs,
-    measured_costs,
-)
+from interlace.train.plan_costs import OperatorTimes
 from interlace.train.plan_output import give, say, timed, write
 from interlace.train.searched_stages import search_stages
 from interlace.train.stage_plans import StagePlanner, eager_enough, machine_for, steps_of_all
@@ -35,34 +28,6 @@ class PipelineWish:
     def memory_bytes(self, cluster: Cluster | None) -> int:
         """The limit in bytes; 0 for none."""
         return round((self.memory_gib or (cluster.memory_gib if cluster else 0)) * 2**30)
-
-
-@dataclass(frozen=True, slots=True)
-class OperatorTimes:
-    """Where the times of operators come from."""
-
-    table: CostTable | None
-    """What was measured; None to compute them."""
-    file: Path | None
-    """That it is from."""
-    cluster: Cluster | None
-    interpolate: bool
-    """Whether what the table lacks is estimated."""
-
-    def of(self, config: RunConfig, strands: Strands) -> tuple[CostTable, str]:
-        """Costs of all operators, of a pipeline those of all chunks, and in words where they come
-        from. Raises InputError for what the table cannot say."""
-        in_stages = config.parallel.pipeline > 1
-        if self.table is None:
-            graphs = timed_graphs(strands) if in_stages else strands.op_graphs
-            return computed_costs(config, graphs, self.cluster)
-        if in_stages and strands.data is not None:
-            raise InputError(
-                f"--cost {self.file}: the stages of this run gather their weights in each chunk "
-                f"(parallel.zero = {config.parallel.zero}), which no profile has measured",
-                hint="leave it out, and give --cluster, or hardware.* and link.*",
-            )
-        return measured_costs(self.table, str(self.file), strands, interpolate=self.interpolate)
 
 
 def plan_stages(

@@ -3,7 +3,7 @@ or the machine that the run file describes.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from interlace.config import RunConfig, parse_rate
@@ -22,6 +22,7 @@ from interlace.measure.machine import measure_this_machine
 from interlace.parallel.meshes import axis_groups, axis_sizes
 from interlace.report.cost_tables import warning
 from interlace.rules import described_cluster
+from interlace.runtime.stage_gathers import timed_graphs
 from interlace.runtime.traced_strands import Strands
 
 ASSUMED_RATE = "10gbit"
@@ -144,3 +145,31 @@ def measured_costs(
         f"{origin}\nestimated: {len(table.estimated(pair))} of {len(pair.operators)} operators, "
         f"{len(missing)} different ones: {names}{more}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorTimes:
+    """Where the times of operators come from."""
+
+    table: CostTable | None
+    """What was measured; None to compute them."""
+    file: Path | None
+    """That it is from."""
+    cluster: Cluster | None
+    interpolate: bool
+    """Whether what the table lacks is estimated."""
+
+    def of(self, config: RunConfig, strands: Strands) -> tuple[CostTable, str]:
+        """Costs of all operators, of a pipeline those of all chunks, and in words where they come
+        from. Raises InputError for what the table cannot say."""
+        in_stages = config.parallel.pipeline > 1
+        if self.table is None:
+            graphs = timed_graphs(strands) if in_stages else strands.op_graphs
+            return computed_costs(config, graphs, self.cluster)
+        if in_stages and strands.data is not None:
+            raise InputError(
+                f"--cost {self.file}: the stages of this run gather their weights in each chunk "
+                f"(parallel.zero = {config.parallel.zero}), which no profile has measured",
+                hint="leave it out, and give --cluster, or hardware.* and link.*",
+            )
+        return measured_costs(self.table, str(self.file), strands, interpolate=self.interpolate)

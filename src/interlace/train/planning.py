@@ -18,11 +18,8 @@ from interlace.report.plan_tables import plan_json, plan_summary
 from interlace.rules import check
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
 from interlace.train.fake_trace import describe_model, shape_of, trace_fake
-from interlace.train.pipeline_command import OperatorTimes, PipelineWish, plan_stages
-from interlace.train.plan_costs import (
-    cluster_of,
-    read_costs,
-)
+from interlace.train.pipeline_command import PipelineWish, plan_stages
+from interlace.train.plan_costs import OperatorTimes, cluster_of, read_costs
 from interlace.train.plan_output import check_outputs, give, say, timed, write
 
 
