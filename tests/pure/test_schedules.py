@@ -153,6 +153,7 @@ def test_a_schedule_that_cannot_run_is_refused(message: str, actions: Sequence[A
     ("asked", "message"),
     [
         ("two_strands", "unknown schedule 'two_strands'"),
+        ("searched", "it is a list, made for one model"),
         ("nowhere:at_all", "cannot be imported"),
         ("test_schedules:nothing", "cannot be imported"),
         ("test_schedules:WRONG", "is a dict, not a function"),

@@ -271,6 +271,12 @@ def find(schedule: str | ScheduleFunction) -> Schedule:
         return Schedule(*with_options(schedule, loaded, options))
     known = names()
     schedule = _ALSO.get(re.sub("[_ -]", "", schedule.lower()), schedule)
+    if schedule == "searched":
+        raise InputError(
+            "schedule 'searched' is no rule: it is a list, made for one model",
+            hint="write one with interlace plan RUN --search-pipeline -o FILE.txt, and name the "
+            "file and the split_at that it prints",
+        )
     if schedule not in known:
         raise InputError(
             f"unknown schedule {schedule!r}",
