@@ -9,6 +9,9 @@ Assertions are for programming errors; everything a user can cause raises one of
 """
 
 import difflib
+import os
+import sys
+import traceback
 from collections.abc import Iterable
 
 
@@ -16,6 +19,8 @@ class InterlaceError(Exception):
     """An error with what is wrong (`message`) and what to set (`hint`)."""
 
     exit_code = 1
+    told = False
+    """Whether the user has been told already, by `complain`."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -42,6 +47,22 @@ class PeerError(RunError):
     def __init__(self, message: str, *, ranks: Iterable[int], hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.ranks = tuple(ranks)
+
+
+def complain(message: str, hint: str = "", *, verbose: bool = False) -> None:
+    """Print `error:` and `hint:` lines, naming this rank; with `verbose` the traceback first.
+
+    One write, so that the messages of several ranks do not mix.
+    """
+    rank = os.environ.get("RANK", "")
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    text = f"error: {message}\n" if alone else f"error: rank {rank}: {message}\n"
+    if hint:
+        text += f"hint: {hint}\n"
+    if verbose:
+        text = traceback.format_exc() + text
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

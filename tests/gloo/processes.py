@@ -199,10 +199,9 @@ def gloo_group(timeout_s: float = 30.0) -> Iterator[Any]:
     store, rank, world_size = next(dist.rendezvous("env://"))
     timeout = datetime.timedelta(seconds=timeout_s * PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    # Rank 0 hosts the store: without this it could end while others still read addresses there.
+    # Rank 0 hosts the store, and a rank with little to do could end while another still connects.
     store.set(f"built/{rank}", "")
-    if rank == 0:
-        store.wait([f"built/{each}" for each in range(world_size)], timeout)
+    store.wait([f"built/{each}" for each in range(world_size)], timeout)
     try:
         yield store
     finally:

@@ -8,7 +8,6 @@ What every command says, and how it ends: messages on stderr, data on stdout, ex
 import errno
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 from interlace import __version__
 from interlace.cli.help_panels import PanelsByTable
 from interlace.cli.options import in_words_of_run_files, read_run_file
-from interlace.errors import InputError, InterlaceError
+from interlace.errors import InputError, InterlaceError, complain
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, 128 + SIGINT, as shells give it."""
@@ -34,7 +33,8 @@ def report_errors(command: Callable[[], int], *, verbose: bool) -> int:
         code = command()
         sys.stdout.flush()
     except InterlaceError as error:
-        complain(error.message, hint=error.hint, verbose=verbose)
+        if verbose or not error.told:
+            complain(error.message, hint=error.hint, verbose=verbose)
         return error.exit_code
     except KeyboardInterrupt:
         complain("interrupted", verbose=verbose)
@@ -61,22 +61,6 @@ def _unforeseen(error: Exception, *, verbose: bool) -> tuple[str, str]:
         f"{type(error).__name__}: {error}",
         "" if verbose else "run it again with -v to see where",
     )
-
-
-def complain(message: str, hint: str = "", *, verbose: bool = False) -> None:
-    """Print `error:` and `hint:` lines, naming this rank; with `verbose` the traceback first.
-
-    One write, so that the messages of several ranks do not mix.
-    """
-    rank = os.environ.get("RANK", "")
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    text = f"error: {message}\n" if alone else f"error: rank {rank}: {message}\n"
-    if hint:
-        text += f"hint: {hint}\n"
-    if verbose:
-        text = traceback.format_exc() + text
-    sys.stderr.write(text)
-    sys.stderr.flush()
 
 
 def build_app() -> App:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from interlace.checkpoint.request import claim_together
 from interlace.config import RunConfig
-from interlace.errors import InputError
+from interlace.errors import InputError, complain
 from interlace.ranks.attempt import leave
 from interlace.ranks.process_group import process_group
 from interlace.ranks.signals import StopFlag
@@ -82,9 +82,15 @@ def _say_finished(directory: str, step: int) -> None:
 
 
 def _first_rank_says(error: InputError, store: dist.Store) -> bool:
-    """Whether the first rank reports the same mistake, so that this rank can stay quiet."""
+    """Whether the first rank reports the same mistake, so that this rank can stay quiet.
+
+    The first rank has told the user before it tells the others: as soon as one of those has ended,
+    whoever started the ranks ends the first one too.
+    """
     key = "interlace/input_error"
     if dist.get_rank() == 0:
+        complain(error.message, hint=error.hint)
+        error.told = True
         store.set(key, error.message)
         return False
     deadline = time.monotonic() + SAME_MISTAKE_S
