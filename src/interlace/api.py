@@ -269,7 +269,9 @@ def _candidates(
     ranks: StepRanks,
     split_at: Sequence[str],
 ) -> Candidates:
-    """Traces by a schedule, whose chunks begin where the user says. Collective."""
+    """Traces by a schedule, whose chunks begin where the user says, or else where the schedule was
+    made for. Collective."""
+    split_at = split_at or schedule.split_at
     if ranks.apart is not None and isinstance(schedule, StageSchedule) and not split_at:
         split_at = agreed_split(lambda: trace(decompose), len(schedule.rank_of))
     # Where times decide what is decomposed, ranks exchange them while they trace.

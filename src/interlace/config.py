@@ -87,8 +87,8 @@ class PipelineConfig:
     """A schedule of several ranks, as `interlace schedule` lists and compares them, or one of your
     own as `module:function`; options stand behind it, as in `interleaved(chunks=4)`."""
     split_at: tuple[str, ...] = ()
-    """The sub-modules with which chunks begin, but the first, such as `layers.2`; empty gives
-    chunks equal shares of the arithmetic."""
+    """The sub-modules with which chunks begin, but the first, such as `layers.2`; empty leaves that
+    to the file of a searched schedule, or else gives chunks equal shares of the arithmetic."""
     stages: tuple[str, ...] = ()
     """The layout of each stage where they differ, as `["tensor=2", "data_replicate=2"]` or
     `[{tensor = 2}, {data_replicate = 2}]`; the rest is that of `parallel`. Empty lays all out as

@@ -36,6 +36,13 @@ def found(ranks: int, overlap: float) -> SearchedPipeline:
     return search_pipeline(problem, tries=200)
 
 
+def blocks_of_rank(pipeline: SearchedPipeline, rank: int) -> list[str]:
+    """The numbers of the blocks that were given to a rank."""
+    layout, units = pipeline.layout, pipeline.problem.units
+    own = [chunk for chunk, owner in enumerate(layout.rank_of) if owner == rank]
+    return sorted(u.name.split(".")[1] for chunk in own for u in layout.of_chunk(units, chunk))
+
+
 def searched_steps(folder: str) -> dict[str, Any]:
     """By case: what differs from one strand, and what this rank has."""
     with gloo_group(60), traced_once():
@@ -48,14 +55,15 @@ def searched_steps(folder: str) -> dict[str, Any]:
             if name == "file":
                 schedule = str(Path(folder, f"rank{dist.get_rank()}", "found.txt"))
                 Path(schedule).parent.mkdir()
-                Path(schedule).write_text(write_schedule(pipeline.actions))
+                text = write_schedule(pipeline.actions, pipeline.split_at)
+                Path(schedule).write_text(text)
             batches = language(count)
             right = wanted(built, batches)
             model = built()
             torch.manual_seed(11)  # as `wanted` has it, for dropout
             step = interlace.compile_step(
                 model, loss_of, batches[0], mesh=mesh, schedule=schedule,
-                config=QUICK, split_at=pipeline.split_at,
+                config=QUICK,
             )  # fmt: skip
             step(batches)
             again = step.evaluate([*batches, *batches, batches[0]])
@@ -69,6 +77,8 @@ def searched_steps(folder: str) -> dict[str, Any]:
                 and parts[2][0].equal(parts[0][0])
                 and again.equal(torch.stack(step.evaluated).mean()),
                 "all": sorted(set(right) - {"losses", "evaluated"}),
+                "blocks": sorted({n.split(".")[1] for n in own if n.startswith("blocks.")}),
+                "planned": blocks_of_rank(pipeline, dist.get_rank()),
                 "rank_of": pipeline.layout.rank_of,
                 "parts": sorted(step.strands.parts),
             }
@@ -86,5 +96,6 @@ def test_a_searched_pipeline_has_the_bits_of_one_strand(tmp_path: Path) -> None:
         assert all(one["evaluated"] for one in each)
         assert sorted({n for one in each for n in one["own"]}) == each[0]["all"]
         for rank, one in enumerate(each):
+            assert one["blocks"] == one["planned"]
             chunks = [c for c, owner in enumerate(one["rank_of"]) if owner == rank]
             assert [c for c in range(99) if f"forward_{c}" in one["parts"]] == chunks

@@ -333,6 +333,8 @@ def test_what_is_asked_wrongly() -> None:
         assert caught.value.hint
     for text, message in (
         ("rank 1: forward 1", "line 1: 'rank 1: forward 1' is not the line of rank 0"),
+        ("split_at: a.1\nrank 1: forward 1", "line 2: 'rank 1: forward 1' is not the line of"),
+        ("rank 0: forward_0 1\nsplit_at: a.1", "'split_at: a.1' is not the line of rank 1"),
         ("rank 0: forwards 1", "'forwards' is not the name of a strand"),
         ("rank 0: forward one", "'forward one' is neither an action nor a message"),
     ):

@@ -167,10 +167,14 @@ def test_a_found_schedule_is_written_and_read_back(tmp_path: Path) -> None:
     own = find(found.schedule)
     assert own.name == "searched"
     assert own.of_ranks(2, 6) == found.actions
-    for end, text in ((".txt", write_schedule(found.actions)), (".csv", to_csv(found.actions))):
+    assert own.split_at == found.split_at
+    assert len(found.split_at) == len(found.layout.starts) - 1
+    as_text = write_schedule(found.actions, found.split_at)
+    for end, text in ((".txt", as_text), (".csv", to_csv(found.actions))):
         file = tmp_path / f"found{end}"
         file.write_text(text)
         read = find(str(file))
+        assert read.split_at == (found.split_at if end == ".txt" else ())
         assert read.of_ranks(2, 6) == found.actions
         stage = StageSchedule(read.name, read.function, ranks=2, rank=1)
         assert stage.rank_of == found.layout.rank_of

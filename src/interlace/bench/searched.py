@@ -158,9 +158,9 @@ def measure(size: UnevenSize, found: SearchedPipeline) -> StepTimes:
             (_BEST, best.actions, best.layout),
         ):
             file = Path(folder) / f"{name.replace(' ', '-')}.txt"
-            file.write_text(write_schedule(actions), encoding="utf-8")
             split = layout.split_at(found.problem.units)
-            ways[name] = {"schedule": str(file), "split_at": split, "starts": layout.starts}
+            file.write_text(write_schedule(actions, split), encoding="utf-8")
+            ways[name] = {"schedule": str(file), "starts": layout.starts}
         job = {"size": asdict(size), "ways": ways, "rival": {_TORCH: _USUAL}}
         told.write_text(json.dumps(job), encoding="utf-8")
         rank = ["-m", "interlace.bench.searched_world", str(told), str(result)]

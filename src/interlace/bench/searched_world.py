@@ -70,7 +70,7 @@ def our_way(
     model = UnevenGpt(size)
     step = compile_step(
         model, step_loss, _batches(size)[0], mesh=mesh, schedule=way["schedule"],
-        split_at=way["split_at"], config=PlanConfig(cache=False),
+        config=PlanConfig(cache=False),
     )  # fmt: skip
 
     def run(batches: Sequence[tuple[Tensor, ...]]) -> Mapping[str, Tensor]:

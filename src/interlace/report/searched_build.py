@@ -74,7 +74,8 @@ def show_searched(
         print(searched_page(found))
     else:
         items = with_messages(actions, chain(len(found.layout.starts))) if messages else actions
-        print(write_schedule(items) if form == "text" else to_csv(items), end="")
+        text = write_schedule(items, found.split_at) if form == "text" else to_csv(items)
+        print(text, end="")
     if picture is not None:
         title = f"searched: {wishes.ranks} ranks, {wishes.micro_batches} micro-batches"
         write_whole(picture, pipeline_png(actions, found.step, title=title))
@@ -106,14 +107,14 @@ def searched_page(found: SearchedPipeline) -> str:
     chunks = aligned(["chunk", "units", "rank", "count", "ms"], lines, text_columns=2)
     peaks = ", ".join(size(each) for each in found.peak_bytes)
     limit = f" of {size(problem.memory_bytes)}" if problem.memory_bytes else ""
-    split = ", ".join(f'"{name}"' for name in found.split_at)
+    split = ", ".join(found.split_at)
     return (
         f"{problem.ranks} ranks, {problem.micro_batches} micro-batches, {len(problem.units)} "
         f"units, by simulation\n\n{chunks}\n\n{_table(found)}\n\n"
         f"no pipeline of these units is shorter than {milliseconds(found.floor_ns)} ms; this one "
         f"takes {milliseconds(step.step_ns)} ms\n"
         f"held and kept on the ranks, at most: {peaks}{limit}\n"
-        f"compile_step(split_at=[{split}])"
+        f"chunks begin with {split}"
     )
 
 

@@ -79,6 +79,11 @@ class Schedule:
         return int(parameter.default) if parameter is not None and given else 1
 
     @property
+    def split_at(self) -> tuple[str, ...]:
+        """The sub-modules with which chunks begin, but the first, if it was made for one cut."""
+        return self.function.split_at if isinstance(self.function, ListedSchedule) else ()
+
+    @property
     def declared(self) -> Declared:
         """What it says of itself, beside its actions."""
         return declared_of(self.function)
@@ -275,7 +280,7 @@ def find(schedule: str | ScheduleFunction) -> Schedule:
         raise InputError(
             "schedule 'searched' is no rule: it is a list, made for one model",
             hint="write one with interlace plan RUN --search-pipeline -o FILE.txt, and name the "
-            "file and the split_at that it prints",
+            "file",
         )
     if schedule not in known:
         raise InputError(

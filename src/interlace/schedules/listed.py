@@ -12,7 +12,7 @@ from pathlib import Path
 from interlace.errors import InputError
 from interlace.ir.actions import Action
 from interlace.ir.stage_messages import Item, chunks_of
-from interlace.schedules.schedule_text import read_schedule
+from interlace.schedules.schedule_text import read_schedule, read_split_at
 from interlace.schedules.sends_receives import without_messages
 from interlace.schedules.torch_csv import from_csv
 
@@ -27,6 +27,8 @@ class ListedSchedule:
     name: str
     ranks: tuple[tuple[Action, ...], ...]
     """By rank: the actions of a step of `micro_batches`."""
+    split_at: tuple[str, ...] = ()
+    """The sub-modules with which chunks begin, but the first, where it was made for one cut."""
 
     @property
     def micro_batches(self) -> int:
@@ -82,17 +84,22 @@ def _without(own: Sequence[Action], last: int) -> list[Action]:
 def read_items(path: Path) -> tuple[tuple[Item, ...], ...]:
     """The lists of a .txt or .csv file, with messages if it has them. Raises InputError that names
     the file and the line."""
+    return READERS[path.suffix](_text(path), str(path))
+
+
+def _text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise InputError(
             f"cannot read {path}: {reason}",
             hint="give a name, or a .txt or .csv file of interlace schedule NAME --form text",
         ) from error
-    return READERS[path.suffix](text, str(path))
 
 
 def read_listed(path: Path) -> ListedSchedule:
     """The schedule in a file; messages in it are left out, as runtimes add their own."""
-    return ListedSchedule(str(path), without_messages(read_items(path)))
+    actions = without_messages(read_items(path))
+    split_at = read_split_at(_text(path)) if path.suffix == ".txt" else ()
+    return ListedSchedule(str(path), actions, split_at)

@@ -1,5 +1,7 @@
-"""Schedules as text that reads back: one line for each rank, items apart by commas.
+"""Schedules as text that reads back: one line for each rank, items apart by commas; before them,
+where a schedule was made for one cut of a model, with which sub-modules its chunks begin.
 
+split_at: layers.3, layers.6, layers.8
 rank 0: forward_0 1, send forward_0>1 1 to rank 1, forward_3 1 | backward_0 1, ...
 """
 
@@ -18,9 +20,14 @@ _SLOT = re.compile(r"([a-z]+(?:_\d+)?) (\d+)")
 """Finds the strand of a slot and its micro-batch."""
 
 
-def write_schedule(ranks: Sequence[Sequence[Item]]) -> str:
-    """The lists of all ranks."""
-    return "".join(
+_SPLIT_AT = re.compile(r"split_at: *(.*)")
+"""Finds the sub-modules with which chunks begin."""
+
+
+def write_schedule(ranks: Sequence[Sequence[Item]], split_at: Sequence[str] = ()) -> str:
+    """The lists of all ranks, for chunks that begin with these sub-modules, if any are given."""
+    cut = f"split_at: {', '.join(split_at)}\n" if split_at else ""
+    return cut + "".join(
         f"rank {rank}: {', '.join(str(item) for item in items)}".rstrip() + "\n"
         for rank, items in enumerate(ranks)
     )
@@ -31,7 +38,7 @@ def read_schedule(text: str, where: str = "schedule") -> tuple[tuple[Item, ...],
     none."""
     found: list[tuple[Item, ...]] = []
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
+        if not line.strip() or (not found and _SPLIT_AT.fullmatch(line.strip())):
             continue
         place = f"{where}, line {number}"
         matched = _LINE.fullmatch(line.strip())
@@ -43,6 +50,14 @@ def read_schedule(text: str, where: str = "schedule") -> tuple[tuple[Item, ...],
         parts = [part.strip() for part in matched[2].split(",") if part.strip()]
         found.append(tuple(_item(part, place) for part in parts))
     return tuple(found)
+
+
+def read_split_at(text: str) -> tuple[str, ...]:
+    """The sub-modules with which chunks begin, but the first, if a schedule's text says them."""
+    for line in text.splitlines():
+        if matched := _SPLIT_AT.fullmatch(line.strip()):
+            return tuple(part.strip() for part in matched[1].split(",") if part.strip())
+    return ()
 
 
 def _item(text: str, where: str) -> Item:

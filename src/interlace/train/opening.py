@@ -151,7 +151,7 @@ def _trace(
     gathered = gathered_in_stage(config.parallel, weights.module, setup.meshes)
     cluster = machine_of_plan(config.plan, axis_groups(config.parallel))
     decompose = decompose_of(config.overlap, setup.device, cluster)
-    split_at = config.pipeline.split_at
+    split_at = config.pipeline.split_at or schedule.split_at
     trace = cache(partial(_strands, setup, example))
     if config.pipeline.stages and isinstance(schedule, StageSchedule) and not split_at:
         split_at = agreed_split(lambda: trace(decompose), len(schedule.rank_of))

@@ -65,8 +65,7 @@ def plan_stages(
     count = config.train.micro_batches
     say(f"\n{stages_summary(chosen, steps, count, limit_bytes=limit)}\n")
     if wish is not None:
-        split = ", ".join(f'"{name}"' for name in chosen.split_at)
-        say(f'[pipeline]\nschedule = "{output or "FILE.txt"}"\nsplit_at = [{split}]\n')
+        say(f'[pipeline]\nschedule = "{output or "FILE.txt"}"  # it says where chunks begin\n')
     for reason in left_out.values():
         say(f"left out: {reason}")
     if json is not None:
@@ -77,6 +76,6 @@ def plan_stages(
 
         title = f"{chosen.schedule}: {describe_model(config)}"
         write(picture, pipeline_png(chosen.actions, chosen.step, title=title))
-    text = write_schedule(chosen.actions)
+    text = write_schedule(chosen.actions, chosen.split_at)
     give(text, output)
     return 0

@@ -58,13 +58,14 @@ class StagePlanner:
     def step(self, schedule: Schedule, split_at: Sequence[str] = ()) -> StagedStep:
         """The step by this schedule, with chunks that begin with these sub-modules. Raises
         InputError if it cannot run so, or the model is too small for its chunks."""
+        split_at = tuple(split_at) or schedule.split_at
         ranks, count = self.config.parallel.pipeline, self.config.train.micro_batches
         stage = StageSchedule(schedule.name, schedule.function, ranks=ranks, rank=0)
         model = self.model(
             Placement(
                 rank_of=stage.rank_of,
                 halves=stage.cuts_backwards,
-                split_at=tuple(split_at),
+                split_at=split_at,
                 data=self.data,
             )
         )
@@ -90,7 +91,7 @@ class StagePlanner:
             constant_bytes=tuple(
                 sum(self.held_bytes(model.handovers, rank).values()) for rank in range(ranks)
             ),
-            split_at=tuple(split_at),
+            split_at=split_at,
         )
 
     def model(self, placement: Placement) -> ChunkedModel:

@@ -75,13 +75,13 @@ class SearchedPipeline:
 
     @property
     def split_at(self) -> tuple[str, ...]:
-        """What `compile_step(split_at=...)` takes, if units are called as sub-modules are."""
+        """With which units chunks begin, but the first; sub-modules, if units are called so."""
         return self.layout.split_at(self.problem.units)
 
     @property
     def schedule(self) -> ListedSchedule:
-        """What `compile_step(schedule=...)` takes."""
-        return ListedSchedule("searched", self.actions)
+        """What `compile_step(schedule=...)` takes; it says where chunks begin."""
+        return ListedSchedule("searched", self.actions, self.split_at)
 
 
 def search_pipeline(problem: PipelineProblem, *, tries: int = TRIES) -> SearchedPipeline:
