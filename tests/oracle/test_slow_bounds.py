@@ -21,12 +21,18 @@ _FACTORS = st.sampled_from((1.0, 1.1, 1.5, 2.0, 3.0))
 
 @st.composite
 def contentions(draw: st.DrawFn, graph: OpGraph) -> Contention:
-    """Slow-downs for some pairs of kinds; the links may be one."""
+    """Slow-downs for some pairs of kinds; the links may be one, or their queues."""
     kinds = sorted({op.kind for op in graph.operators})
     pairs = [(k, c) for k in kinds for c in kinds if k not in COLLECTIVES and c in COLLECTIVES]
     chosen = [pair for pair in pairs if draw(st.integers(0, 3))]
     factors = {pair: (draw(_FACTORS), draw(_FACTORS)) for pair in chosen}
-    return Contention(factors, dict.fromkeys(LINKS, "cable") if draw(st.booleans()) else {})
+    keys = sorted({op.key for op in graph.collectives})
+    return Contention(
+        factors,
+        dict.fromkeys(LINKS, "cable") if draw(st.booleans()) else {},
+        {LINKS[1]: LINKS[0]} if draw(st.booleans()) else {},
+        {key: draw(st.sampled_from((0, 1, 100))) for key in keys},
+    )
 
 
 @settings(max_examples=400, deadline=None)

@@ -167,6 +167,39 @@ def test_lanes_of_one_link_share_its_bandwidth() -> None:
     assert [(s.name, s.end_ns) for s in apart.collectives] == [("x", 10), ("z", 30)]
 
 
+def test_lanes_of_one_queue_go_one_after_another() -> None:
+    """z is issued second and waits for x, at whose end it has the link for itself; on a link that
+    both lanes share with a third, the two count as one."""
+    g = graph(("x", "tp", ""), ("z", "counts", ""), ("end", "compute", "x z"))
+    times = {"x": 10, "z": 3, "end": 1}
+    queued = simulate(g, g.order, times, contention=Contention({}, {}, {"counts": "tp"}))
+    spans_of = [(s.name, s.lane, s.issue_ns, s.start_ns, s.end_ns) for s in queued.collectives]
+    assert spans_of == [("x", "tp", 0, 0, 10), ("z", "counts", 0, 10, 13)]
+    three = graph(
+        ("x", "tp", ""), ("z", "counts", ""), ("w", "dp", ""), ("end", "compute", "x z w")
+    )
+    link = {"tp": "nic", "dp": "nic"}
+    shared = simulate(
+        three, three.order, times | {"w": 10}, contention=Contention({}, link, {"counts": "tp"})
+    )
+    assert [(s.name, s.end_ns) for s in shared.collectives] == [("x", 20), ("z", 23), ("w", 20)]
+
+
+def test_a_transfer_close_behind_another_takes_longer() -> None:
+    """By 4, less the pause before it: y right behind x the whole 4, z after a pause of 3 one more,
+    and x, before which nobody used the link, nothing. What has no such time is never longer."""
+    g = graph(
+        ("x", "tp", ""), ("y", "tp", ""), ("a", "compute", "y"), ("z", "tp", "a"),
+        ("w", "tp", "a"), ("end", "compute", "z w"),
+    )  # fmt: skip
+    times = {"x": 10, "y": 10, "a": 3, "z": 10, "w": 1, "end": 1}
+    behind = Contention({}, {}, behind_ns={"x": 4, "y": 4, "z": 4})
+    timeline = simulate(g, g.order, times, contention=behind)
+    assert [(s.name, s.start_ns, s.end_ns) for s in timeline.collectives] == [
+        ("x", 0, 10), ("y", 10, 24), ("z", 27, 38), ("w", 38, 39),
+    ]  # fmt: skip
+
+
 def test_slow_downs_of_several_transfers_add_up() -> None:
     """Two transfers at 1.25 each: the operator takes 1.5 times as long while both run."""
     g = graph(("x", "tp", ""), ("z", "dp", ""), ("b", "compute", ""))
@@ -200,6 +233,8 @@ def test_contention_never_helps(data: st.DataObject, graphs: OpGraph) -> None:
             for b in (Kind.ALL_GATHER, Kind.ALL_REDUCE)
         },
         data.draw(st.sampled_from(({}, {"tp": "nic", "dp": "nic"}))),
+        data.draw(st.sampled_from(({}, {"tp": "dp"}))),
+        {op.key: data.draw(st.integers(0, 50)) for op in graphs.collectives},
     )
     alone = simulate(graphs, order, times).length_ns
     assert simulate(graphs, order, times, contention=slow).length_ns >= alone - 1

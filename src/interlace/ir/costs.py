@@ -158,6 +158,22 @@ class Contention:
     missing does not slow down."""
     links: Mapping[str, str]
     """Lane -> link. Lanes of one link share its bandwidth; others have a link of their own."""
+    queues: Mapping[str, str] = field(default_factory=dict)
+    """Lane -> lane in whose queue its transfers stand: they go one after another, in the order in
+    which they were started, and do not share bandwidth."""
+    behind_ns: Mapping[str, int] = field(default_factory=dict)
+    """Key of a collective -> by how much it takes longer right behind another transfer of its link
+    than after a pause; after a shorter pause, less by as much as that lasted."""
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing slows anything down."""
+        return not (self.factors or self.links or self.queues or self.behind_ns)
+
+    def link_of(self, lane: str) -> str:
+        """What stands for all lanes that share a queue or a link with this one."""
+        lane = self.queues.get(lane, lane)
+        return self.links.get(lane, lane)
 
 
 def _not_negative(value: object, *names: str) -> None:
@@ -191,6 +207,10 @@ class CostTable:
     fits: tuple[LinkFit, ...] = ()
     links: dict[str, str] = field(default_factory=dict)
     """Link of each lane that shares one; a lane not named has a link of its own."""
+    queues: dict[str, str] = field(default_factory=dict)
+    """Lane in whose queue another one's transfers stand (`Contention.queues`)."""
+    behind_ns: dict[str, int] = field(default_factory=dict)
+    """By key of a collective (`Contention.behind_ns`)."""
     lane_pairs: tuple[Together, ...] = ()
     """Collectives of two lanes at the same time; `first` and `second` are lanes."""
     compute_pairs: tuple[Together, ...] = ()
@@ -233,14 +253,16 @@ class CostTable:
                 max(compute, pair.compute_factor),
                 max(transfer, pair.transfer_factor),
             )
-        return Contention(factors, dict(self.links))
+        return Contention(factors, dict(self.links), dict(self.queues), dict(self.behind_ns))
 
     @property
     def digest(self) -> str:
         """A hash of what plans depend on; ranks that plan from the same times have the same."""
         factors = [(*kinds, *values) for kinds, values in sorted(self.contention.factors.items())]
         times = {key: asdict(cost) for key, cost in self.operators.items()}
-        parts = [self.source, self.issue_ns, times, factors, self.links]
+        parts: list[object] = [self.source, self.issue_ns, times, factors, self.links]
+        if self.queues or self.behind_ns:
+            parts += [self.queues, self.behind_ns]
         text = json.dumps([*parts, [asdict(fit) for fit in self.fits]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -76,7 +76,10 @@ class _Todo:
 
         def add_to(table: CostTable) -> CostTable:
             found = self.alone()
-            return replace(table, operators=found.operators, issue_ns=found.issue_ns)
+            return replace(
+                table, operators=found.operators, issue_ns=found.issue_ns,
+                queues=found.queues, behind_ns=found.behind_ns,
+            )  # fmt: skip
 
         return Measurement("operators alone", lambda table: bool(table.operators), add_to)
 

@@ -115,6 +115,13 @@ def burst_ns(clock: Clock, collective: CollectiveCall) -> int:
 
 
 @torch.no_grad()
+def quickest_ns(clock: Clock, collective: CollectiveCall) -> int:
+    """The shortest time of a few in a row, on the fastest rank: without waiting for any rank."""
+    times = back_to_back_ns(clock, collective.starts(FEWEST_ROUNDS))
+    return largest({"ns": min(times)}, smallest={"ns"}, group=clock.group)["ns"]
+
+
+@torch.no_grad()
 def beside_ns(clock: Clock, other: CollectiveCall, collective: CollectiveCall) -> int:
     """Mean time of a collective that starts while another, of another lane, is under way, at
     moments spread evenly over that; the fastest rank's. On one link its messages stand behind what

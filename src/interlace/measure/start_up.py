@@ -21,7 +21,7 @@ from interlace.ir.noise import excess_of_oef, excess_of_spread
 from interlace.ir.timeline import Timeline
 from interlace.measure.alone import measure
 from interlace.measure.operands import Capture
-from interlace.measure.pairs import beside_ns, burst_ns, measure_pair
+from interlace.measure.pairs import beside_ns, burst_ns, measure_pair, quickest_ns
 from interlace.measure.repeats import least_noisy
 from interlace.runtime.executor import Batch, StepExecutor, lower_plan
 from interlace.runtime.recorder import Clock, Recorder, clock_for
@@ -33,6 +33,10 @@ choice."""
 NOTABLE_KEY = 0.02
 """Collectives with a smaller share of a step's communication keep the times that they had in the
 profiled step (`on_busy_links`); a choice."""
+QUEUED = 0.15
+"""Share of a long transfer for which a short one, started at any moment of it, has to wait at least
+if both stand in one queue; a choice. Counts of rows on a lab's link waited for 0.2 to 0.4 of the
+rows. Links that send packets of both in turn delay the short one by as much as it takes itself."""
 PACKET_BYTES = 1500
 """What Ethernet sends at once: a message up to this has no time of its own on a link, only its
 place in the queue."""
@@ -139,12 +143,12 @@ def profile_strands(
 
 
 def on_busy_links(profiler: Profiler, table: CostTable) -> CostTable:
-    """`table` with transfers as they last on a link that is in use, as it is under a plan. In the
+    """`table` with what transfers take on a link that is in use, as it is under a plan. In the
     profiled step each follows compute, after which a shaped link lets its bucket pass at once:
     512 KiB at 350 Mbit/s took 10.8 ms after a pause, and 12.5 ms behind another. What takes little
-    of a step, or fits a packet, and is of another lane than most, stands behind the others'
-    messages where links are shared: counts of rows for experts took 9 to 11 ms under a plan, and
-    2 ms alone. Collective."""
+    of a step, or fits a packet, and is of another lane than most, may stand behind the others'
+    messages: counts of rows for experts took 9 to 11 ms under a plan, and 2 ms alone. Collective.
+    """
     ops = [op for graph in profiler.graphs.values() for op in graph.operators if op.is_collective]
     count = Counter(op.key for op in ops)
     total_ns = {key: count[key] * table.operators[key].solo_ns for key in count}
@@ -158,15 +162,25 @@ def on_busy_links(profiler: Profiler, table: CostTable) -> CostTable:
     others = {key for key in lane if lane[key] != lane[most]}
     small = sorted((others & packet) | (others - set(keys)))
     calls = profiler.capture([*keys, *small]).collectives
-    longer = {key: burst_ns(profiler.clock, calls[key]) for key in keys}
-    for key in small:
-        beside = beside_ns(profiler.clock, calls[most], calls[key])
-        longer[key] = max(0, beside - table.operators[key].solo_ns)
+    behind = {key: burst_ns(profiler.clock, calls[key]) for key in keys if key not in packet}
+    beside = {key: beside_ns(profiler.clock, calls[most], calls[key]) for key in small}
+    waits = {key: beside[key] - quickest_ns(profiler.clock, calls[key]) for key in small}
+    all_small = {lane[key] for key in small} - {lane[key] for key in set(lane) - set(small)}
+    queued = {
+        name for name in all_small
+        if all(waits[k] >= QUEUED * table.operators[most].solo_ns for k in small if lane[k] == name)
+    }  # fmt: skip
+    apart = {key: ns for key, ns in beside.items() if lane[key] not in queued}
     operators = {
-        key: replace(cost, solo_ns=cost.solo_ns + longer.get(key, 0))
+        key: replace(cost, solo_ns=max(cost.solo_ns, apart.get(key, 0)))
         for key, cost in table.operators.items()
     }
-    return replace(table, operators=operators)
+    return replace(
+        table,
+        operators=operators,
+        queues=dict.fromkeys(sorted(queued), lane[most]),
+        behind_ns={key: ns for key, ns in behind.items() if ns},
+    )
 
 
 def _notable_pairs(profiler: Profiler, table: CostTable) -> tuple[PairCost, ...]:

@@ -112,6 +112,9 @@ def cost_summary(table: CostTable) -> str:
     if table.links:
         shared = ", ".join(f"{lane}: {link}" for lane, link in sorted(table.links.items()))
         parts.append(f"lanes that share a link: {shared}")
+    if table.queues:
+        behind = ", ".join(f"{lane} behind {other}" for lane, other in sorted(table.queues.items()))
+        parts.append(f"transfers that stand in one queue: {behind}")
     return "\n\n".join(parts)
 
 

@@ -107,8 +107,8 @@ class _Reach:
     def __init__(self, problem: Problem) -> None:
         graph = problem.graph
         self.operators = graph.operators
-        links = problem.contention.links if problem.contention else {}
-        self.lane = [links.get(op.lane, op.lane) for op in graph.operators]
+        given = problem.contention
+        self.lane = [given.link_of(op.lane) if given else op.lane for op in graph.operators]
         self.number = {op.id: i for i, op in enumerate(graph.operators)}
         self.inputs = [[self.number[i] for i in op.inputs] for op in graph.operators]
         self.time = np.array([problem.solo_ns[op.id] for op in graph.operators], dtype=np.int64)
@@ -255,7 +255,7 @@ def contention_bound_ns(problem: Problem) -> int:
         return 0
     links: dict[str, list[Operator]] = {}
     for op in problem.graph.collectives:
-        links.setdefault(contention.links.get(op.lane, op.lane), []).append(op)
+        links.setdefault(contention.link_of(op.lane), []).append(op)
     compute = [op for op in problem.graph.operators if op.lane == COMPUTE_LANE]
     bounds = [_link_bound_ns(problem, compute, own) for own in links.values()]
     lost = 1 + ROUNDING_NS * len(problem.graph.operators)

@@ -240,14 +240,19 @@ def _simulate(problem: Problem, order: tuple[str, ...], barriers: tuple[str, ...
 
 def _quickened(problem: Problem) -> Problem:
     """The same problem without contention, for searches that know none: lanes of one link become
-    one lane, and every time is what it is in the simulation of a list schedule under contention."""
+    one lane, and every time is what it is in the simulation of a list schedule under contention.
+
+    Transfers take what they do after a pause. With what each takes right behind another, links that
+    are about as busy as the processor look busier, and then all orders are as good: experts on a
+    link of 274 Mbit/s took 4,570 ms by the one and 4,770 ms by the other, on two cores."""
     contention = problem.contention
     if contention is None:
         return problem
+    rested = replace(problem, contention=replace(contention, behind_ns={}))
     times = problem.solo_ns
     if contention.factors:
         listed = order_list(problem)
-        times = _lasting(problem, _simulate(problem, listed))
+        times = _lasting(problem, _simulate(rested, listed))
     return replace(
         problem, graph=_on_links(problem.graph, contention), solo_ns=times, contention=None
     )
@@ -265,11 +270,11 @@ def _lasting(problem: Problem, timeline: Timeline) -> dict[str, int]:
 
 
 def _on_links(graph: OpGraph, contention: Contention) -> OpGraph:
-    shared = {op.lane for op in graph.collectives if op.lane in contention.links}
-    if len({contention.links[lane] for lane in shared}) == len(shared):
+    lanes = {op.lane for op in graph.collectives}
+    if len({contention.link_of(lane) for lane in lanes}) == len(lanes):
         return graph
     operators = tuple(
-        op if op.lane == COMPUTE_LANE else replace(op, lane=contention.links.get(op.lane, op.lane))
+        op if op.lane == COMPUTE_LANE else replace(op, lane=contention.link_of(op.lane))
         for op in graph.operators
     )
     return OpGraph(graph.name, operators, graph.inputs, graph.outputs)

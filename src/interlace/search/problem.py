@@ -33,7 +33,7 @@ class Problem:
     def slowed(self) -> Contention | None:
         """The contention if there is any."""
         given = self.contention
-        return given if given and (given.factors or given.links) else None
+        return None if given is None or given.is_none else given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

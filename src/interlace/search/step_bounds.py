@@ -51,7 +51,7 @@ def step_bound_ns(graphs: Mapping[str, OpGraph], costs: CostTable, micro_batches
         before = min((starts[n][op] for n in starts for op in held[n]), default=earliest_ns)
         ends = [max(0, tails[n][op] - ns) for n in tails for op, ns in held[n].items()]
         bounds.append(min(before, earliest_ns) + work + min(ends, default=0))
-        shared[costs.contention.links.get(lane, lane)] += work
+        shared[costs.contention.link_of(lane)] += work
     for link, held_ns in _once_a_step(graphs, costs):
         shared[link] += held_ns
     return max(*bounds, *shared.values())
@@ -73,7 +73,7 @@ def _once_a_step(graphs: Mapping[str, OpGraph], costs: CostTable) -> Iterator[tu
             graph, once_ns = graphs[name], costs.of(graphs[name])
             for lane in graph.lanes:
                 held = _held(graph, lane, once_ns, costs.issue_ns)
-                yield costs.contention.links.get(lane, lane), sum(held.values())
+                yield costs.contention.link_of(lane), sum(held.values())
 
 
 def _computed_ns(graph: OpGraph, starts: Mapping[str, int], solo_ns: Mapping[str, int]) -> int:

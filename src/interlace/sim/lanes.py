@@ -6,9 +6,11 @@ issued without blocking and takes its lane in issue order.
 
 Contention makes this a fluid model: while a compute operator and a transfer are both under way
 each goes on at 1 / factor of its speed, factors of several transfers adding up, and transfers on
-lanes of one link share its bandwidth evenly. Speeds change only when something starts or ends.
+lanes of one link share its bandwidth evenly, unless they stand in one queue. Speeds change only
+when something starts or ends. A transfer close behind another may take longer than after a pause.
 """
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,11 +44,15 @@ class Rank:
         self.issue_ns = issue_ns
         self.factors = contention.factors if contention else {}
         self.links = contention.links if contention else {}
-        self.alone = not self.factors and not self.links
+        self.behind_ns = contention.behind_ns if contention else {}
+        self.queue_of = contention.queues if contention else {}
+        self.alone = contention is None or contention.is_none
         """Whether everything goes at full speed, whatever runs beside it."""
+        self.rests: dict[str, float] = {}
+        """Since when a queue is empty; one that never was in use has rested for long."""
         self.now = 0.0
         self.queues: dict[str, deque[RunningTransfer]] = {}
-        """Transfers by lane in issue order; of those that are over only some that nothing slowed
+        """Transfers by queue in issue order; of those that are over only some that nothing slowed
         down are left."""
         self.log: list[Span | RunningTransfer] = []
         self.unseen = False
@@ -54,7 +60,8 @@ class Rank:
 
     def collective(self, op: Operator, ns: int, strand: str, micro_batch: int) -> RunningTransfer:
         """Issue a collective, which holds the compute lane for `issue_ns`."""
-        queue = self.queues.setdefault(op.lane, deque())
+        name = self._queue(op)
+        queue = self.queues.setdefault(name, deque())
         transfer = RunningTransfer(op, strand, micro_batch, float(ns), self.now, self.now)
         if self.alone:  # its end is known already
             while queue and queue[0].end <= self.now:
@@ -62,6 +69,9 @@ class Rank:
             if queue:
                 transfer.start = queue[-1].end
             transfer.end = transfer.start + ns
+        elif self.behind_ns:
+            rested = 0.0 if queue else self.now - self.rests.get(name, -math.inf)
+            transfer.left += max(0.0, self.behind_ns.get(op.key, 0) - rested)
         queue.append(transfer)
         self.log.append(transfer)
         if self.issue_ns:
@@ -142,10 +152,11 @@ class Rank:
             transfer.left -= step / factor
             if transfer.left <= _DONE_NS:
                 transfer.end = self.now
-                queue = self.queues[transfer.op.lane]
-                queue.popleft()
-                if queue:
-                    queue[0].start = self.now
+                name = self._queue(transfer.op)
+                self.queues[name].popleft()
+                self.rests[name] = self.now
+                if self.queues[name]:
+                    self.queues[name][0].start = self.now
 
     def _log(self, name: str, kind: str, begin: float, strand: str, micro_batch: int) -> None:
         """A span on the compute lane from `begin` to now, if that takes time."""
@@ -164,10 +175,16 @@ class Rank:
     ) -> float:
         """How much longer than alone this transfer takes at the moment."""
         factor = self._factors(kind, transfer)[1]
-        link = self.links.get(transfer.op.lane)
+        link = self._link(transfer)
         if link is None:
             return factor
-        return factor * sum(self.links.get(other.op.lane) == link for other in heads)
+        return factor * sum(self._link(other) == link for other in heads)
+
+    def _queue(self, op: Operator) -> str:
+        return self.queue_of.get(op.lane, op.lane)
+
+    def _link(self, transfer: RunningTransfer) -> str | None:
+        return self.links.get(self._queue(transfer.op))
 
 
 def _span(transfer: RunningTransfer) -> Span:
