@@ -21,7 +21,7 @@ from interlace.report.pipeline_tables import (
 from interlace.run_files import write_whole
 from interlace.schedules.finder import find
 from interlace.schedules.grid import as_grid
-from interlace.schedules.listed import READERS, read_items
+from interlace.schedules.listed import READERS, file_split_at, read_items
 from interlace.schedules.schedule_text import write_schedule
 from interlace.schedules.sends_receives import check_messages, with_messages, without_messages
 from interlace.schedules.torch_csv import to_csv
@@ -63,6 +63,7 @@ def show_one(
     if messages and form == "grid":
         raise InputError("the grid shows no messages", hint="add --form text or --form csv")
     is_file = Path(name).suffix in READERS
+    split_at = file_split_at(Path(name)) if is_file else ()
     if is_file:
         lists = read_items(Path(name))
         actions = without_messages(lists)
@@ -79,7 +80,7 @@ def show_one(
     if form == "grid":
         print(as_grid(actions), end="")
     else:
-        print(write_schedule(items) if form == "text" else to_csv(items), end="")
+        print(write_schedule(items, split_at) if form == "text" else to_csv(items), end="")
     row = row_of(name, chunks // len(actions), step)
     if form == "grid":
         print(

@@ -98,8 +98,11 @@ def _text(path: Path) -> str:
         ) from error
 
 
+def file_split_at(path: Path) -> tuple[str, ...]:
+    """With which sub-modules chunks begin, but the first, if the file says it: a .csv cannot."""
+    return read_split_at(_text(path)) if path.suffix == ".txt" else ()
+
+
 def read_listed(path: Path) -> ListedSchedule:
     """The schedule in a file; messages in it are left out, as runtimes add their own."""
-    actions = without_messages(read_items(path))
-    split_at = read_split_at(_text(path)) if path.suffix == ".txt" else ()
-    return ListedSchedule(str(path), actions, split_at)
+    return ListedSchedule(str(path), without_messages(read_items(path)), file_split_at(path))
