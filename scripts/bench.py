@@ -40,7 +40,7 @@ BENCHES = (
     Bench("simulator", None, links=False),
     Bench("tensor_share", 15, links=True),
     Bench("stage_transfers", 18, links=True),
-    Bench("moe_strands", 17, links=True),
+    Bench("moe_strands", 22, links=True),
 )
 
 
