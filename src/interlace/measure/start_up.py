@@ -35,8 +35,8 @@ NOTABLE_KEY = 0.02
 profiled step (`on_busy_links`); a choice."""
 QUEUED = 0.15
 """Share of a long transfer for which a short one, started at any moment of it, has to wait at least
-if both stand in one queue; a choice. Counts of rows on a lab's link waited for 0.2 to 0.4 of the
-rows. Links that send packets of both in turn delay the short one by as much as it takes itself."""
+if both stand in one queue; a choice. Behind all that is left of it that would be 0.4 on average;
+links that send packets of both in turn delay the short one by as much as it takes itself."""
 PACKET_BYTES = 1500
 """What Ethernet sends at once: a message up to this has no time of its own on a link, only its
 place in the queue."""
