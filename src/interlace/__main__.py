@@ -1,5 +1,6 @@
 """`python -m interlace`, and the `interlace` command."""
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ def entry() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    gc.freeze()  # the interpreter's last search for garbage would walk millions of objects
     sys.exit(code)
 
 

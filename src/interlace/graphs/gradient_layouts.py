@@ -28,6 +28,7 @@ from interlace.errors import InputError
 from interlace.graphs.trace import ChunkGraphs, output_node
 from interlace.graphs.weight_parts import in_dtype
 from interlace.graphs.writer import GraphWriter
+from interlace.parallel.local_parts import stored
 
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -311,7 +312,7 @@ def _refuse_uneven(
 def _check_shape(
     name: str, parameter: Tensor, given: MeshPlacements | None, gradient: fx.Node
 ) -> None:
-    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    part = stored(parameter)
     shape = gradient.meta["val"].shape
     if shape != part.shape:
         laid_out = f" laid out as {_shown(given)}" if given is not None else ""

@@ -122,8 +122,7 @@ def _cut(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
             continue
         size = parameter.shape[dim] // mesh.size()
         with torch.no_grad():
-            part = parameter.narrow(dim, mesh.get_local_rank() * size, size)
-            part = part.clone(memory_format=torch.contiguous_format)
+            part = torch.narrow_copy(parameter, dim, mesh.get_local_rank() * size, size)
         whole = DTensor.from_local(
             part, mesh, [Shard(dim)],
             run_check=False, shape=parameter.shape, stride=parameter.stride(),

@@ -37,7 +37,7 @@ from interlace.ir.phases import whole_graph
 from interlace.ir.plan import Plan
 from interlace.parallel.data import DataLayout
 from interlace.parallel.fsdp_groups import WeightGroups
-from interlace.parallel.local_parts import local
+from interlace.parallel.local_parts import local, stored
 from interlace.runtime.executor import Batch, StepExecutor
 from interlace.runtime.handovers import Handovers
 from interlace.runtime.pipeline_executor import PipelineExecutor
@@ -307,7 +307,7 @@ def share(
         done = reduce_each(chunk, data, buffer_dtype)
     if groups is not None:
         chunk, done = exchange(chunk, groups, buffer_dtype)
-    own = {name: local(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    own = {name: stored(p) for name, p in module.named_parameters(remove_duplicate=False)}
     graphs = {
         FORWARD: chunk.forward,
         BACKWARD: accumulate_gradients(

@@ -25,7 +25,6 @@ from interlace.schedules.finder import of_strands
 from interlace.train.built_model import build_module, vocabulary
 from interlace.train.plan_costs import decompose_of
 from interlace.train.session import DTYPES
-from interlace.train.weights import cast_parameters
 
 
 @no_collections()
@@ -43,9 +42,8 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
     try:
         meshes = build_meshes(config.parallel, "cpu")
         with fake_tensor_mode():
-            module = build_module(config, meshes, vocab_size, torch.device("cpu"))
-            if config.train.dtype != "float32":
-                cast_parameters(module, DTYPES[config.train.dtype])
+            dtype = DTYPES[config.train.dtype]
+            module = build_module(config, meshes, vocab_size, torch.device("cpu"), dtype)
             shape = (
                 config.train.micro_batch_size,
                 config.data.sequence_length // config.parallel.context,
