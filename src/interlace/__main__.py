@@ -1,6 +1,5 @@
 """`python -m interlace`, and the `interlace` command."""
 
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,6 @@ def entry() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    gc.freeze()  # the interpreter's last search for garbage would walk millions of objects
     sys.exit(code)
 
 
