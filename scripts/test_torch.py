@@ -94,7 +94,8 @@ def run(folder: Path, version: str, files: Sequence[str]) -> int:
 def install(folder: Path, version: str) -> bool:
     """Make the environment, unless it is there and newer than what it follows from."""
     ready, constraints = folder / ".ready", folder / "constraints.txt"
-    sources = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    titan = ROOT / "tests" / "torchtitan.txt"
+    sources = [ROOT / "pyproject.toml", ROOT / "constraints.txt", titan]
     if ready.exists() and all(ready.stat().st_mtime > each.stat().st_mtime for each in sources):
         return True
     python = str(folder / "bin" / "python")
@@ -109,6 +110,7 @@ def install(folder: Path, version: str) -> bool:
         [*pip, "--upgrade", "pip>=25.1"],
         [*pip, *pinned, f"torch=={version}", *requirements()],
         [*pip, *pinned, "--no-deps", "-e", str(ROOT)],
+        [*pip, "--no-deps", "--upgrade", "--target", str(folder / "torchtitan"), "-r", str(titan)],
     )
     if any(execute(command) != 0 for command in commands):
         return False

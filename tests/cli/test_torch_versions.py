@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PINS = ("pyproject.toml", "constraints.txt", "tests/torchtitan.txt")
 Runs = list[list[str]]
 
 
@@ -33,10 +34,10 @@ def started(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., Runs]:
     """Commands are noted, not run; those with one of these words exit with that code."""
-    for name in ("pyproject.toml", "constraints.txt"):
-        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"))
     test = tmp_path / "tests" / "pure" / "test_one.py"
     test.parent.mkdir(parents=True)
+    for name in PINS:
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"))
     test.write_text("")
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "QUICK", ("tests/pure/test_one.py",))
@@ -75,7 +76,7 @@ def test_all_but_torch_is_installed_as_continuous_integration_has_it(
     """The package's own bound on torch has no say: a version beyond it is what is tried."""
     commands = started()
     assert script.main(["2.99.0"]) == 0
-    made, _, dependencies, package, tests = commands
+    made, _, dependencies, package, titan, tests = commands
     folder = tmp_path / "build" / "torch-2.99.0"
     python = str(folder / "bin" / "python")
     assert made == [sys.executable, "-m", "venv", str(folder)]
@@ -91,6 +92,8 @@ def test_all_but_torch_is_installed_as_continuous_integration_has_it(
         line for line in every if line.startswith("torch==")
     ]
     assert package[-3:] == ["--no-deps", "-e", str(tmp_path)]
+    assert titan[-4:-1] == ["--target", str(folder / "torchtitan"), "-r"]
+    assert titan[-1] == str(tmp_path / "tests" / "torchtitan.txt")
     assert tests == [python, "-m", "pytest", "-q", "tests/pure/test_one.py"]
     said = capsys.readouterr().out
     assert "tests/pure/test_one.py passed on torch 2.99.0" in said
@@ -106,10 +109,10 @@ def test_what_is_installed_stays_until_the_pins_change(
     for older in (1, -1):
         commands.clear()
         time = ready.stat().st_mtime - older
-        for name in ("pyproject.toml", "constraints.txt"):
+        for name in PINS:
             os.utime(tmp_path / name, (time, time))
         assert script.main(["2.99.0"]) == 0
-        assert len(commands) == (1 if older > 0 else 5)
+        assert len(commands) == (1 if older > 0 else 6)
 
 
 @pytest.mark.parametrize(("code", "said"), [(1, "FAILED"), (5, "no tests"), (0, "passed")])

@@ -18,9 +18,9 @@ from interlace.config import (
     TrainConfig,
     WatchdogConfig,
 )
-from interlace.graphs.torch_private import has_inductor_schedule
 from interlace.ranks.process_group import process_group
 from interlace.runtime.peak_memory import measure_growth
+from interlace.runtime.rival import has_inductor_schedule
 from interlace.train.compare import compare
 from interlace.train.opening import open_session
 from interlace.train.rank_job import job_of_rank

@@ -90,14 +90,15 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks or more; 33 rows and a scale of one number cannot be cut evenly."""
+    """Two blocks or more; 33 rows and a scale of one number cannot be cut evenly. The gradients of
+    the last norm and of the scale come in float32, of which the module itself rounds the second."""
 
     def __init__(self, vocabulary: int = VOCABULARY, *, tied: bool = False, depth: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens = nn.Embedding(vocabulary, WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
         self.scale = nn.Parameter(torch.ones(1))
         self.unused = nn.Parameter(torch.ones(3))
@@ -109,7 +110,7 @@ class Model(nn.Module):
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)) * self.scale * self.temperature
+        return self.head(self.norm(x)) * self.scale.float() * self.temperature
 
 
 def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import interlace
 from interlace.config import OverlapConfig
 from interlace.errors import InputError
+from interlace.ranks.process_group import group_of_some
 
 BOUND = 1e-12
 """Largest difference of a float64 gradient from one process, relative to its largest element."""
@@ -141,11 +142,27 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def groups_of_some() -> list[float]:
+    """Sums over the ranks of two groups that a half made of itself (the other half made one), and
+    over those of a group that all made afterwards."""
+    rank, found = dist.get_rank(), []
+    half = [0, 1] if rank < 2 else [2, 3]
+    groups = [group_of_some(half) for _ in range(2 if rank < 2 else 1)]
+    groups.append(dist.new_group([3, 2, 1, 0]))
+    assert len({group.group_name for group in groups}) == len(groups)
+    for group in groups:
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total, group=group)
+        found.append(float(total))
+    return found
+
+
 def child() -> dict[str, Any]:
     with gloo_group(60):
         return {
             "equal": on_an_equal_mesh(),
             "halves": half_and_half(),
+            "groups": groups_of_some(),
             "refused": refusals(),
         }
 
@@ -165,6 +182,7 @@ def test_a_step_belongs_to_the_ranks_of_its_mesh() -> None:
         assert "the mesh has 2 of them" in said["auto"]
         assert "test_part_of_a_job.py" in said["distribute_tensor"]
         assert "DTensor.from_local" in said["distribute_tensor"]
+    assert [found["groups"] for found in results] == [[1, 1, 6], [1, 1, 6], [5, 6], [5, 6]]
     for rank in (0, 3):
         assert (
             f"rank {rank} has no part in the mesh, whose ranks are 1, 2"

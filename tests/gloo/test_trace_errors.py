@@ -84,6 +84,11 @@ class Prints(Part):
         return self.linear(x)
 
 
+class ScalesAtRandom(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * random.random()  # here
+
+
 class DrawsInPython(Part):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) if random.random() < 2 else x  # here
@@ -140,6 +145,7 @@ def refusal(kind: type[Part]) -> str:
         (Broadcasts, "collective _c10d_functional.broadcast.default is not supported"),
         (Prints, "print"),
         (DrawsInPython, "cannot be traced: forward draws from Python's random module"),
+        (ScalesAtRandom, "cannot be traced: forward draws from Python's random module"),
         (Distributes, "cannot be traced: distribute_tensor in forward sends a tensor from one"),
         (Raises, "cannot be traced: forward raises AttributeError: 'Raises' object has no attr"),
     ],

@@ -33,6 +33,7 @@ PRIVATE_ATTRIBUTES = {
         "_internal_losses", "_loss_fn", "_maybe_compute_loss", "_stage_meta", "_stages",
         "_step_microbatches",
     },
+    "ranks/process_group.py": {"_hash_ranks_to_str", "_world"},  # by what torch names groups
     "torchtitan.py": {"_owner"},
 }  # fmt: skip
 """Private attributes of objects that are not ours, by file or folder; None for any."""

@@ -23,8 +23,8 @@ from interlace.bench.results import environment, write_json
 from interlace.bench.strand_rows import StrandCase, rows_of, summary_rows, tables
 from interlace.config import parse_rate
 from interlace.errors import RunError
-from interlace.graphs.torch_private import has_inductor_schedule
 from interlace.lab import hosts
+from interlace.runtime.rival import has_inductor_schedule
 
 CALIBRATION_RATE = "300mbit"
 """Rate of the link in the short run that says how long compute and communication take."""

@@ -10,13 +10,13 @@ The parts are inputs of role `shard`, one for each weight; the sums of a group's
 flat input of role `shard_gradient`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, output_node
+from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, output_node, set_outputs
 from interlace.graphs.weight_parts import (
     gathered_rows,
     in_dtype,
@@ -56,6 +56,28 @@ def exchange(
     forward.module.recompile()
     saved = (*chunk.saved, *(name for name, _ in handed))
     return replace(chunk, forward=forward, backward=backward, saved=saved), done
+
+
+def keep_wide(chunk: ChunkGraphs, names: Collection[str]) -> None:
+    """Let gradients of these parameters be as wide as operators give them; changes the backward
+    graph, whose gradients autograd rounded to the type of the weight as it was traced."""
+    if not names:
+        return
+    given = zip(chunk.parameters, chunk.backward.outputs, strict=True)
+    outputs = [_unrounded(node) if name in names else node for name, node in given]
+    set_outputs(chunk.backward.graph, outputs)
+    chunk.backward.module.recompile()
+
+
+def _unrounded(gradient: fx.Node) -> fx.Node:
+    """What autograd rounded. It does so under the number of the operator whose gradient it is; a
+    cast in the module has a number, and so a gradient, of its own."""
+    if gradient.target != aten._to_copy.default:
+        return gradient
+    [source] = gradient.all_input_nodes
+    number = gradient.meta.get("seq_nr")
+    is_rounded = source.meta["val"].dtype.itemsize > gradient.meta["val"].dtype.itemsize
+    return source if is_rounded and source.meta.get("seq_nr") == number is not None else gradient
 
 
 def _gather_groups(

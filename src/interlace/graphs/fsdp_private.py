@@ -330,6 +330,15 @@ def _early_dtype(each: Any) -> torch.dtype | None:
     return _gradient_dtype(each) if getattr(each, "may_reduce_grad_outside_dp", False) else None
 
 
+def _keeps_wide(each: Any) -> bool:
+    """From torch 2.15 on autograd leaves a gradient as it comes, and FSDP2 widens it later, where
+    gradients have a wider type than the weight that is computed with."""
+    wide, own = _gradient_dtype(each), each.param_dtype or each.orig_dtype
+    if wide is None or not (wide.is_floating_point and own.is_floating_point):
+        return False
+    return wide.itemsize > own.itemsize
+
+
 def _weight(each: Any, names: tuple[str, ...]) -> GroupWeight:
     spec = _tensor_spec(each)
     return GroupWeight(
@@ -341,5 +350,6 @@ def _weight(each: Any, names: tuple[str, ...]) -> GroupWeight:
         own_stride=tuple(each.contiguous_sharded_stride),
         tensor=None if spec is None else (spec.mesh, tuple(spec.placements)),
         early_dtype=_early_dtype(each) if _is_trained(each) else None,
+        keeps_wide=_is_trained(each) and _keeps_wide(each),
         shard=lambda: each._sharded_param_data,
     )

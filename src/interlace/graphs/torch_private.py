@@ -4,8 +4,7 @@ docs/new-torch.md says with which versions of torch it was tested.
 
     _dynamo.functional_export.dynamo_graph_capture_for_export   module -> fx module
     _dynamo.functional_export.fullgraph_capture, _dynamo.convert_frame.get_traced_fn,
-    _dynamo.hooks.Hooks, _dynamo.guards.profile_guard_manager
-                                             the guards of a capture: what the forward read
+    _dynamo.hooks.Hooks, _dynamo.guards.profile_guard_manager      guards: what the forward read
     _dynamo.side_effects.SideEffects.store_attr, .store_attr_mutations    what a forward would set
     nn.Module._*_hooks, nn.modules.module._global_*_hooks, Tensor._backward_hooks,
     Tensor._post_accumulate_grad_hooks, DTensor._local_tensor, DTensor._spec      seeing changes
@@ -18,8 +17,8 @@ docs/new-torch.md says with which versions of torch it was tested.
     ProcessGroupGloo.options._timeout                           how long a group that exists waits
     testing._internal.distributed.fake_pg.FakeStore             a world with no second process
     distributed._functional_collectives.AsyncCollectiveTensor   what eager DTensor waits on
-    fx._lazy_graph_module._LazyGraphModule, ._use_lazy_graph_module
-                                             graphs that nobody runs have no code written for them
+    fx._lazy_graph_module._LazyGraphModule, ._use_lazy_graph_module    no code where nobody runs it
+    _dynamo.variables.misc and user_defined: call_random_fn    seeing numbers that Python draws
     _dynamo.symbolic_convert.get_funcname, fx.experimental.proxy_tensor._extract_tensor_metadata
                                              what a capture works out for its logs and for others
     utils._python_dispatch.TorchDispatchMode, utils._pytree.*, _ops.OpOverload   seeing operators
@@ -44,10 +43,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch._dynamo import functional_export, guards, symbolic_convert, utils
+from torch._dynamo import exc, functional_export, guards, symbolic_convert, utils
 from torch._dynamo.convert_frame import get_traced_fn
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import misc, user_defined
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -92,7 +92,6 @@ __all__ = [
     "fake_tensor_mode",
     "global_hooks",
     "gloo_timeout",
-    "has_inductor_schedule",
     "hooks_of",
     "inductor_schedule",
     "init_fake_world",
@@ -154,11 +153,17 @@ def capture_forward(
         names = mock.patch.object(symbolic_convert, "get_funcname", _nothing, create=True)
         stack.enter_context(names)
         stack.enter_context(_lazy_graph_module._use_lazy_graph_module(True))
+        for place in (misc, user_defined):
+            stack.enter_context(mock.patch.object(place, "call_random_fn", _refuse_random))
         if watch:  # guards can only be built, and what is set only be seen, inside the capture
             stack.enter_context(mock.patch.object(functional_export, "fullgraph_capture", watched))
             stack.enter_context(mock.patch.object(SideEffects, "store_attr", noted))
         captured: Any = functional_export.dynamo_graph_capture_for_export(module)(*example_inputs)
     return Forward(captured, reads[0] if reads else None, tuple(notes))
+
+
+def _refuse_random(*_: Any) -> Any:
+    raise exc.Unsupported("Random.")  # torch 2.15 would keep the number that was drawn
 
 
 def capture_joint(forward: Forward, example_inputs: tuple[Tensor, ...]) -> Joint:
@@ -336,11 +341,6 @@ def fake_tensor_mode(*, holds_real: bool = False) -> Any:
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group that a traced collective names."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-
-
-def has_inductor_schedule() -> bool:
-    """Whether torch has the overlap scheduler in the form that `inductor_schedule` calls."""
-    return torch.__version__ >= "2.13"
 
 
 def inductor_schedule(

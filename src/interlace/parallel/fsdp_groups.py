@@ -36,6 +36,9 @@ class GroupWeight:
     early_dtype: torch.dtype | None
     """What its gradient is converted to before tensor-parallel ranks add it up; None for its own
     type (FSDP2 before torch 2.15, and what is not added up)."""
+    keeps_wide: bool
+    """Whether its gradient stays wider than the weight where an operator gave it so; else autograd
+    rounds it to the weight's type (FSDP2 before torch 2.15)."""
     shard: Callable[[], Tensor]
     """This rank's part, flat and filled up: the memory of the parameter as it is now."""
 
@@ -100,3 +103,9 @@ class WeightGroups:
     def early_dtypes(self) -> dict[str, torch.dtype | None]:
         """By all names of their weights: what gradients are before they are added up outside."""
         return {n: w.early_dtype for g in self.groups for w in g.weights for n in w.names}
+
+    @property
+    def kept_wide(self) -> frozenset[str]:
+        """All names of the weights whose gradients are not rounded to the weight's type."""
+        every = (w for g in self.groups for w in g.weights)
+        return frozenset(n for w in every if w.keeps_wide for n in w.names)

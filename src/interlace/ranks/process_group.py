@@ -1,7 +1,8 @@
-"""The process group of a rank: joined with all others, who watch each other from then on."""
+"""The process group of a rank: joined with all others, who watch each other from then on; and
+groups of some ranks."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,6 +20,31 @@ _REAL_LINK = LinkConfig()
 """Nothing is emulated."""
 _USUAL_LIMITS = WatchdogConfig()
 """Those of a run file that says nothing of `[watchdog]`."""
+
+
+_OWN_COUNTS = 1 << 20
+"""From where groups are counted that some ranks make: more than any job makes of all ranks."""
+
+
+def group_of_some(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group that these ranks make without the others; collective on them.
+
+    From torch 2.15 on a rank counts the groups that it makes so among those that all make, and all
+    later ones are named by that count: ranks that made unequal numbers would wait for each other
+    for ever. So the count is put back, and these groups are named by counts of their own.
+    """
+    torch_groups = dist.distributed_c10d
+    world, ranks = torch_groups._world, sorted(ranks)
+    names, count = set(world.pg_names.values()), world.group_count
+    try:
+        for world.group_count in range(_OWN_COUNTS, _OWN_COUNTS + len(names) + 1):
+            if torch_groups._hash_ranks_to_str(ranks) not in names:
+                break
+        group = dist.new_group(ranks, use_local_synchronization=True)
+    finally:
+        world.group_count = count
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 @contextmanager

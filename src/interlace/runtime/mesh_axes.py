@@ -14,6 +14,7 @@ from interlace.ir.actions import Share, strand
 from interlace.parallel.data import Axis, DataLayout, replicated_layout
 from interlace.parallel.expert import dealt_over, dealt_parameters
 from interlace.parallel.meshes import EXPERT_AXIS, PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS
+from interlace.ranks.process_group import group_of_some
 from interlace.runtime.traced_strands import Strands
 
 
@@ -92,9 +93,7 @@ def shared_group(
     place = mesh.get_coordinate()
     assert place is not None
     own = mesh.mesh[tuple(slice(None) if i in axes else at for i, at in enumerate(place))]
-    group = dist.new_group(sorted(own.flatten().tolist()), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group, replicas
+    return group_of_some(own.flatten().tolist()), replicas
 
 
 def replica_group(module: nn.Module, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from interlace.errors import InputError
-from interlace.graphs.torch_private import has_inductor_schedule, inductor_schedule
+from interlace.graphs.torch_private import inductor_schedule
 from interlace.graphs.trace import StrandGraph
 from interlace.graphs.wide_sums import ADD_WIDE
 from interlace.ir.actions import strands_of
@@ -30,6 +30,11 @@ _FUNCTIONAL = {
     ADD_WIDE: aten.addmm.dtype,
 }
 """Additions to a gradient buffer, as the scheduler knows them: it takes no operator in place."""
+
+
+def has_inductor_schedule() -> bool:
+    """Whether torch has the overlap scheduler in the form that `inductor_schedule` calls."""
+    return torch.__version__ >= "2.13"
 
 
 def inductor_order(

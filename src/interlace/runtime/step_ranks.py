@@ -13,6 +13,7 @@ from interlace.errors import InputError
 from interlace.parallel.data import DataLayout
 from interlace.parallel.expert import dealt_parameters
 from interlace.ranks.agree import refused_together
+from interlace.ranks.process_group import group_of_some
 from interlace.runtime.laid_out_link import LaidOutLink
 from interlace.runtime.mesh_axes import (
     expert_group,
@@ -128,6 +129,4 @@ def _members(mesh: DeviceMesh | None, overlap: OverlapConfig) -> dist.ProcessGro
         )
     if mesh.ndim == 1:
         return mesh.get_group(0)
-    group = dist.new_group(ranks, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return group_of_some(ranks)

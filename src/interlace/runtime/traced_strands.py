@@ -20,7 +20,7 @@ from interlace.graphs.accumulate import accumulate_gradients
 from interlace.graphs.collectives import is_collective
 from interlace.graphs.data_parallel import gather_each, gather_once, reduce_each, reduce_once
 from interlace.graphs.dropout import fix_dropout, takes_seeds
-from interlace.graphs.fsdp_exchange import exchange
+from interlace.graphs.fsdp_exchange import exchange, keep_wide
 from interlace.graphs.gradient_layouts import check_parameters, lay_out_gradients
 from interlace.graphs.group_axes import axes_of_groups
 from interlace.graphs.joint_backwards import split_joint_backwards
@@ -245,6 +245,8 @@ def build_strands(
     else:
         chunk, reason = trace_chunk(module, example, watch=watch), ""
     reads, wanted = chunk.reads, chunk.results
+    if groups is not None:
+        keep_wide(chunk, groups.kept_wide)
     chunk = lay_out_gradients(chunk, module, {} if groups is None else groups.early_dtypes)
     traced = (chunk.forward.graph, chunk.backward.graph)
     cut_over = [axis.group for axis in groups.axes if axis.size > 1] if groups else ()
