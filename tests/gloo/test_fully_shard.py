@@ -91,7 +91,8 @@ class Block(nn.Module):
 
 class Model(nn.Module):
     """Two blocks or more; 33 rows and a scale of one number cannot be cut evenly. The gradients of
-    the last norm and of the scale come in float32, of which the module itself rounds the second."""
+    the last norm, which runs twice, and of the scale come in float32, of which the module itself
+    rounds the second."""
 
     def __init__(self, vocabulary: int = VOCABULARY, *, tied: bool = False, depth: int = 2) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ class Model(nn.Module):
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)) * self.scale.float() * self.temperature
+        return self.head(self.norm(self.norm(x))) * self.scale.float() * self.temperature
 
 
 def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from interlace.errors import InputError
 from interlace.graphs.trace import Binding, ChunkGraphs, StrandGraph, output_node, set_outputs
 from interlace.graphs.weight_parts import (
     gathered_rows,
@@ -60,18 +61,35 @@ def exchange(
 
 def keep_wide(chunk: ChunkGraphs, names: Collection[str]) -> None:
     """Let gradients of these parameters be as wide as operators give them; changes the backward
-    graph, whose gradients autograd rounded to the type of the weight as it was traced."""
+    graph, whose gradients autograd rounded to the type of the weight as it was traced. Raises
+    InputError for a weight whose gradients are added up and come in several types."""
     if not names:
         return
-    given = zip(chunk.parameters, chunk.backward.outputs, strict=True)
-    outputs = [_unrounded(node) if name in names else node for name, node in given]
-    set_outputs(chunk.backward.graph, outputs)
-    chunk.backward.module.recompile()
+    backward = chunk.backward
+    outputs = []
+    for name, node in zip(chunk.parameters, backward.outputs, strict=True):
+        writer = GraphWriter(backward.graph, backward.bindings, like=node)
+        outputs.append(_unrounded(writer, node, name) if name in names else node)
+    set_outputs(backward.graph, outputs)
+    backward.module.recompile()
 
 
-def _unrounded(gradient: fx.Node) -> fx.Node:
+def _unrounded(writer: GraphWriter, gradient: fx.Node, name: str) -> fx.Node:
     """What autograd rounded. It does so under the number of the operator whose gradient it is; a
-    cast in the module has a number, and so a gradient, of its own."""
+    cast in the module has a number, and so a gradient, of its own. Of a weight that is read several
+    times autograd adds up what it has rounded."""
+    if gradient.meta.get("is_gradient_acc"):
+        rounded = [each for each in gradient.args if isinstance(each, fx.Node)]
+        parts = [_unrounded(writer, each, name) for each in rounded]
+        if parts == rounded:
+            return gradient
+        if len({part.meta["val"].dtype for part in parts}) > 1:
+            raise InputError(
+                f"{name.removeprefix('module.')!r} is under fully_shard and read several times, "
+                "and its gradients come in several types, which autograd adds up as they come",
+                hint="read it in one type everywhere, as in module.weight.float()",
+            )
+        return writer.after(gradient).call(aten.add.Tensor, *parts)
     if gradient.target != aten._to_copy.default:
         return gradient
     [source] = gradient.all_input_nodes
