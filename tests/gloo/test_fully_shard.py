@@ -42,6 +42,8 @@ from transformers import (
 import interlace
 from interlace.config import PlanConfig
 from interlace.errors import InputError
+from interlace.graphs.fsdp_exchange import keep_wide
+from interlace.graphs.trace import trace_chunk
 from wide import WIDE
 
 QUICK = PlanConfig(cluster="h100", search="list")
@@ -484,3 +486,22 @@ def test_a_mesh_of_one_rank() -> None:
     (result,) = run_ranks("test_fully_shard:one_rank", 1, timeout_s=120)
     assert [set(far.values()) for far in result.value["far"]] == [{0.0}, {0.0}]
     assert result.value["collectives"] == [0, 0]
+
+
+class ReadsTwice(nn.Module):
+    """One weight, whose gradients come in bfloat16 and in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).float().sum() + (x.float() * self.weight).sum()
+
+
+def test_gradients_of_several_types_are_refused() -> None:
+    """Of a weight that is read several times, where they are not rounded to its type."""
+    chunk = trace_chunk(ReadsTwice(), (torch.ones(3, 4, dtype=torch.bfloat16),))
+    keep_wide(chunk, ())
+    with pytest.raises(InputError, match="'weight' is under fully_shard and read several times"):
+        keep_wide(chunk, chunk.parameters)
