@@ -194,7 +194,7 @@ class _Writer:
             fx.node.map_arg(part, lambda source: self.made[self._read(source, place, group)])
             for part in (node.args, node.kwargs)
         )
-        # With a name, or fx would work one out of the target, which takes a third of the time.
+        # With a name, or fx would work one out of the target.
         copy = self.graph.create_node(node.op, node.target, args, kwargs, node.name)  # type: ignore[arg-type]
         copy.meta = dict(node.meta)
         self.numbers.renumber(copy, place, group)

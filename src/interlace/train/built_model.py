@@ -31,8 +31,8 @@ def build_module(
     """`module(tokens, targets) -> loss` of this rank, with fresh weights from torch's global
     generator. Data-parallel ranks hold whole weights. Under fake tensors it takes no memory.
 
-    Parameters of another `dtype` than float32 are cast before they are laid out, which for fake
-    ones takes half the time."""
+    Parameters of another `dtype` than float32 are cast before they are laid out: as DTensors they
+    would each be taken apart and put together again."""
     if config.model.source == "hugging_face":
         return _transformers_module(config, meshes, vocab_size, device, dtype)
     files = model_file(config.model.architecture)
