@@ -1,8 +1,10 @@
 """`python -m interlace`, and the `interlace` command."""
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 
@@ -22,14 +24,17 @@ def entry() -> NoReturn:
         code = main()
     except SystemExit as ended:  # of a rank whose mistake the first rank tells
         code = ended.code if isinstance(ended.code, int) else 1
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        # Threads of the transport and the store may still be in native code, from where the
-        # interpreter's shutdown ends them by force, and that aborts the whole process (seen once
-        # in some hundred runs: "terminate called without an active exception", SIGABRT).
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        # What Python runs when it ends; temporary folders are removed there.
+        atexit._run_exitfuncs()
+    # The rest of the interpreter's shutdown is left out. It ends threads by force, which aborts the
+    # whole process where those of a rank's transport and store are in native code (seen once in
+    # some hundred runs: "terminate called without an active exception", SIGABRT). And it frees the
+    # objects of a trace one by one, which took a second of `interlace plan llama-70b`.
+    with suppress(OSError):  # of output that cannot be written, which has been said
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    os._exit(code)
 
 
 if __name__ == "__main__":

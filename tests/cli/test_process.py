@@ -99,3 +99,35 @@ def test_importing_the_package_does_nothing():
     """No torch, no output, no handlers."""
     done = run("-c", "import sys, interlace, interlace.__main__; print('torch' in sys.modules)")
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_a_command_ends_as_python_ends(tmp_path):
+    """What was registered for the end runs, what was printed arrives, and a full disk is said once;
+    the rest of the interpreter's shutdown, which would free a trace object by object, is left out.
+    """
+    program = (
+        "import atexit, sys, weakref\n"
+        "from interlace.__main__ import entry\n"
+        "class Folder: pass\n"
+        "folder = Folder()\n"
+        "weakref.finalize(folder, print, 'finalized')\n"
+        "atexit.register(print, 'ended')\n"
+        "sys.argv = ['interlace', '--version']\n"
+        "entry()\n"
+    )
+    done = run("-c", program)
+    assert done.returncode == 0
+    # Temporary folders are removed by such a finalizer.
+    assert done.stdout.split() == [interlace.__version__, "ended", "finalized"]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "interlace", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot write the output: No space left on device\nhint: ")
+    assert "Traceback" not in done.stderr

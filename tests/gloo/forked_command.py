@@ -7,6 +7,7 @@ into or disturbs is started as a user does (`training.Command`). On Linux only.
     pytest  --socket-->  nursery  --fork-->  interlace train  --fork-->  rank
 """
 
+import atexit
 import json
 import logging
 import os
@@ -91,6 +92,7 @@ def _run(words: Sequence[str]) -> NoReturn:
     from interlace.__main__ import entry
 
     sys.argv = ["interlace", *words]
+    atexit._clear()  # of the process that this one was forked from
     code = 1
     try:
         entry()
