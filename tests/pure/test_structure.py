@@ -35,10 +35,11 @@ PRIVATE_ATTRIBUTES = {
     },
     "ranks/process_group.py": {"_hash_ranks_to_str", "_world"},  # by what torch names groups
     "torchtitan.py": {"_owner"},
+    "train/fake_depth.py": {"_parameters", "_buffers", "_modules"},
 }  # fmt: skip
 """Private attributes of objects that are not ours, by file or folder; None for any."""
-_PUBLIC = {"_exit", "_fields", "_replace"}
-"""Of Python's `os` and of named tuples, which document them."""
+_PUBLIC = {"_exit", "_fields", "_replace", "_run_exitfuncs"}
+"""Of Python's `os` and of named tuples, which document them, and of `atexit`."""
 _OPERATORS = re.compile(r"(torch\.ops|aten|_c10d_functional)\b")
 """Finds an expression for a namespace of operators, whose names are those of a graph."""
 ASKED_FOR_LATE = {("interlace", f"interlace.{name}") for name in ("api", "reshard", "shaped_steps")}

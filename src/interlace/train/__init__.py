@@ -26,6 +26,7 @@ planning.py       `interlace plan`: a run planned without starting it
 pipeline_command.py  the same of a pipeline
 stage_plans.py    what its steps take, by every schedule: all ranks, simulated
 searched_stages.py  a pipeline that is searched for the model
+fake_depth.py     a deep model without weights, of which a few blocks are built
 fake_trace.py     the graphs of one rank of a run, without ranks and weights
 plan_output.py    what `interlace plan` says and writes
 plan_costs.py     the times that it plans with: of a file, a cluster or a described machine

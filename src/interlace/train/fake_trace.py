@@ -23,6 +23,7 @@ from interlace.runtime.candidates import Candidates, trace_candidates
 from interlace.runtime.traced_strands import Strands, build_strands
 from interlace.schedules.finder import of_strands
 from interlace.train.built_model import build_module, vocabulary
+from interlace.train.fake_depth import deepen, with_few_layers
 from interlace.train.plan_costs import decompose_of
 from interlace.train.session import DTYPES
 
@@ -43,7 +44,10 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
         meshes = build_meshes(config.parallel, "cpu")
         with fake_tensor_mode():
             dtype = DTYPES[config.train.dtype]
-            module = build_module(config, meshes, vocab_size, torch.device("cpu"), dtype)
+            built, device = with_few_layers(config), torch.device("cpu")
+            module = build_module(built, meshes, vocab_size, device, dtype)
+            if built.model.layers < config.model.layers:
+                deepen(module.get_submodule("model"), config.model.layers)
             shape = (
                 config.train.micro_batch_size,
                 config.data.sequence_length // config.parallel.context,

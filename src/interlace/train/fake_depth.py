@@ -1,0 +1,66 @@
+"""A deep model of fake tensors, of which a few blocks are built and the others are copies.
+
+Blocks of our own models differ in their weights alone, and fake weights have no values: what a copy
+lacks is nothing that a trace could see. Of 80 layers, building, casting and laying out takes a
+second, and copying a tenth of one.
+"""
+
+import copy
+from dataclasses import replace
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from interlace.config import RunConfig
+from interlace.model_config import Architecture
+from interlace.parallel.local_parts import stored
+
+
+def with_few_layers(config: RunConfig) -> RunConfig:
+    """The run whose model has one block of each kind; the run itself where a file of the user's own
+    or of `transformers` says what a block is."""
+    model = config.model
+    if model.source == "hugging_face" or model.architecture not in get_args(Architecture):
+        return config
+    kinds = model.experts.dense_layers + 1  # the first layers may have no experts
+    return replace(config, model=replace(model, layers=min(model.layers, kinds)))
+
+
+def deepen(model: nn.Module, layers: int) -> None:
+    """Give a model of ours so many blocks, in place: copies of its last one, behind it."""
+    blocks = model.get_submodule("blocks")
+    assert isinstance(blocks, nn.ModuleList)
+    for _ in range(len(blocks), layers):
+        blocks.append(_copy(blocks[-1]))
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """The same code on tensors of its own."""
+    twin = copy.copy(module)
+    twin._parameters = {name: _parameter(each) for name, each in module._parameters.items()}
+    twin._buffers = {
+        name: None if each is None else torch.empty_like(each)
+        for name, each in module._buffers.items()
+    }
+    twin._modules = {
+        name: None if each is None else _copy(each) for name, each in module._modules.items()
+    }
+    return twin
+
+
+def _parameter(given: nn.Parameter | None) -> nn.Parameter | None:
+    if given is None:
+        return None
+    return nn.Parameter(_empty_like(given), requires_grad=given.requires_grad)
+
+
+def _empty_like(given: Tensor) -> Tensor:
+    part = torch.empty_like(stored(given).detach())
+    if not isinstance(given, DTensor):
+        return part
+    return DTensor.from_local(
+        part, given.device_mesh, given.placements,
+        run_check=False, shape=given.shape, stride=given.stride(),
+    )  # fmt: skip
