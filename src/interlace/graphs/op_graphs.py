@@ -104,6 +104,7 @@ def export(
     operators = []
     in_place: set[str] = set()
     inputs_of, reads_as = _graph_inputs(strand, storages)
+    look = _Look()
     for node in strand.graph.nodes:
         if node.op == "output":
             continue
@@ -115,7 +116,7 @@ def export(
         if is_free(node):
             behind[node] = (inputs, reads)
             continue
-        operator_ = _operator(node, inputs, reads, axis_of_group)
+        operator_ = _operator(node, inputs, reads, axis_of_group, look)
         memory: frozenset[str] = frozenset()
         if is_in_place(node):
             changed = [behind[source] for source in written(node)]
@@ -153,10 +154,28 @@ def _graph_inputs(
     return tuple(inputs), reads_as
 
 
+class _Look:
+    """(shape, bytes) of values. Those of copied blocks are the same objects, and are looked at
+    once; all of them live as long as the graph."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[str, int]] = {}
+
+    def __call__(self, node: fx.Node) -> tuple[str, int]:
+        value = node.meta.get("val")
+        if id(value) not in self._seen:
+            self._seen[id(value)] = _shape(value), _bytes(value)
+        return self._seen[id(value)]
+
+
 def _operator(
-    node: fx.Node, inputs: frozenset[str], reads: frozenset[str], axis_of_group: dict[str, str]
+    node: fx.Node,
+    inputs: frozenset[str],
+    reads: frozenset[str],
+    axis_of_group: dict[str, str],
+    look: _Look,
 ) -> Operator:
-    arguments = [n.meta.get("val") for n in node.all_input_nodes]
+    arguments = [look(source) for source in node.all_input_nodes]
     kind, lane = _kind(node), COMPUTE_LANE
     if is_collective(node):
         group = group_of(node)
@@ -168,7 +187,7 @@ def _operator(
             )
         lane = axis_of_group[group]
     target = str(node.target)
-    depends_on = " ".join([*(_shape(value) for value in arguments), *_form(node)])
+    depends_on = " ".join([*(shape for shape, _ in arguments), *_form(node)])
     return Operator(
         id=node.name,
         kind=kind,
@@ -177,8 +196,8 @@ def _operator(
         inputs=tuple(sorted(inputs)),
         reads=tuple(sorted(reads)),
         key=f"{target} {depends_on} {lane}".strip(),
-        bytes_in=sum(_bytes(value) for value in arguments),
-        bytes_out=0 if is_in_place(node) else _bytes(node.meta.get("val")),
+        bytes_in=sum(size for _, size in arguments),
+        bytes_out=0 if is_in_place(node) else look(node)[1],
         flops=_flops(node),
     )
 

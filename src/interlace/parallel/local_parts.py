@@ -27,8 +27,9 @@ WHOLE: tuple[Placement, ...] = (Replicate(),)
 def stored(tensor: Tensor) -> Tensor:
     """This rank's part as it is, without an operator of autograd: to look at, not to change."""
     if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            return tensor.to_local()
+        # By the protocol of tensors that wrap others; of a parameter `to_local` makes a new one.
+        names, _ = tensor.__tensor_flatten__()
+        return getattr(tensor, names[0])
     return tensor
 
 

@@ -115,11 +115,6 @@ class _Reach:
         self.issue_ns = problem.issue_ns
         self.collectives = [i for i, op in enumerate(graph.operators) if op.is_collective]
         self.column = {i: k for k, i in enumerate(self.collectives)}
-        count, width = len(graph.operators), len(self.collectives)
-        self.before = np.zeros((count, width), dtype=bool)
-        """[i, k]: operator i depends on the k-th collective."""
-        self.after = np.zeros((count, width), dtype=bool)
-        """[i, k]: the k-th collective depends on operator i."""
         self._walk()
         computes = np.array([op.lane == COMPUTE_LANE for op in graph.operators], dtype=bool)
         self.on_compute = np.where(computes, self.time, problem.issue_ns)
@@ -127,27 +122,34 @@ class _Reach:
         self.computed = np.where(computes, self.time, 0)
 
     def _walk(self) -> None:
-        self.head = np.zeros(len(self.inputs), dtype=np.int64)
-        self.tail = np.zeros(len(self.inputs), dtype=np.int64)
+        count, times = len(self.inputs), self.time.tolist()
+        before, after = [0] * count, [0] * count  # sets of collectives, a bit for each
+        head, tail = [0] * count, [0] * count
         for i, sources in enumerate(self.inputs):
             for source in sources:
-                self.before[i] |= self.before[source]
+                before[i] |= before[source]
                 if source in self.column:
-                    self.before[i, self.column[source]] = True
-                self.head[i] = max(self.head[i], self.head[source] + self.time[source])
-        for i in range(len(self.inputs) - 1, -1, -1):
+                    before[i] |= 1 << self.column[source]
+                head[i] = max(head[i], head[source] + times[source])
+        for i in range(count - 1, -1, -1):
+            own = after[i] | (1 << self.column[i] if i in self.column else 0)
+            reach = tail[i] + times[i]
             for source in self.inputs[i]:
-                self.after[source] |= self.after[i]
-                if i in self.column:
-                    self.after[source, self.column[i]] = True
-                self.tail[source] = max(self.tail[source], self.tail[i] + self.time[i])
+                after[source] |= own
+                tail[source] = max(tail[source], reach)
+        width = len(self.collectives)
+        self.before = _matrix(before, width)
+        """[i, k]: operator i depends on the k-th collective."""
+        self.after = _matrix(after, width)
+        """[i, k]: the k-th collective depends on operator i."""
+        self.head, self.tail = (np.array(each, dtype=np.int64) for each in (head, tail))
 
     def lane_bounds_ns(self) -> list[int]:
         """Jackson's bound of each lane, which is at least its work, and the longest path."""
         heads, tails = self.head.copy(), self.tail.copy()
         if self.collectives:
-            work_before = self.on_compute @ self.after
-            work_after = self.on_compute @ self.before
+            work_before = [self.on_compute[column].sum() for column in self.after.T]
+            work_after = [self.on_compute[column].sum() for column in self.before.T]
             heads[self.collectives] = np.maximum(heads[self.collectives], work_before)
             tails[self.collectives] = np.maximum(tails[self.collectives], work_after)
         bounds = [int((self.head + self.time + self.tail).max(initial=0))]
@@ -179,17 +181,28 @@ class _Reach:
 
     def _heaviest_chain(self, collectives: list[int]) -> list[int]:
         """Collectives, each depending on the one before, with the largest total time."""
-        weight: dict[int, int] = {}
+        columns = [self.column[i] for i in collectives]
+        weights = np.full(len(collectives), -1, dtype=np.int64)
         previous: dict[int, int] = {}
         for index, i in enumerate(collectives):  # in topological order
-            earlier = [k for k in collectives[:index] if self.before[i, self.column[k]]]
-            best = max(earlier, key=lambda k: weight[k], default=-1)
-            weight[i] = int(self.time[i]) + (weight[best] if best >= 0 else 0)
-            previous[i] = best
+            earlier = np.where(self.before[i, columns], weights, -1)
+            best = int(earlier.argmax())
+            before = int(earlier[best])
+            weights[index] = int(self.time[i]) + max(before, 0)
+            previous[i] = collectives[best] if before >= 0 else -1
+        weight = dict(zip(collectives, weights.tolist(), strict=True))
         chain = [max(collectives, key=lambda i: weight[i])]
         while previous[chain[-1]] >= 0:
             chain.append(previous[chain[-1]])
         return chain[::-1]
+
+
+def _matrix(sets: Sequence[int], width: int) -> np.ndarray:
+    """[set, bit]: whether it is in the set. Column by column in memory, as it is read."""
+    size = -(-width // 8)
+    packed = np.frombuffer(b"".join(each.to_bytes(size, "little") for each in sets), np.uint8)
+    bits = np.unpackbits(packed.reshape(len(sets), size), axis=1, bitorder="little")
+    return np.asfortranarray(bits[:, :width]).view(bool)
 
 
 def _jackson_ns(tasks: list[tuple[int, int, int]]) -> int:
