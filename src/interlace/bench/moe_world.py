@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from interlace.bench.moe_strands import (
 from interlace.bench.pipeline_world import LIMIT, Batch, StepFunction, check_same, take_turns
 from interlace.config import OverlapConfig, ParallelConfig
 from interlace.errors import RunError
+from interlace.ir.costs import CostTable
 from interlace.ir.graph import Kind
 from interlace.ir.plan import Plan
 from interlace.ir.timeline import Timeline, compute_ns, steady_state
@@ -63,7 +64,7 @@ from interlace.train.step_runners import planned_step
 from interlace.train.weights import MasterWeights
 
 _PROFILED = 3
-"""Runs of the graphs whose times a plan is made from."""
+"""Runs of the graphs whose times a plan is made from; as many are timed again behind the steps."""
 _COMPARED = 4
 """Micro-batches of the steps whose gradients are compared: the first, the last, and two beside each
 other."""
@@ -115,16 +116,21 @@ class MoeWays:
     def use(self, routing: str) -> None:
         """Plan for this routing and the link as it is. Collective."""
         self.batches = self._batches(routing)
-        with self.emulated():
-            self.costs = profile_strands(
-                self.both, self.batches[0], "cpu", self._constants, repeats=_PROFILED,
-                machine="bench",
-            )  # fmt: skip
+        costs = self.profile()
         for name in (TWO, BOTH):
-            self.plans[name] = make_plan(self.strands[name].op_graphs, self.costs, "merge")
+            self.plans[name] = make_plan(self.strands[name].op_graphs, costs, "merge")
         self.plans[FIXED] = fixed_plan(self.strands[FIXED].op_graphs)
         for name in (TWO, FIXED, BOTH):
             self.steps[name] = self._step(name)
+        self.profiles = [costs]
+
+    def profile(self) -> CostTable:
+        """Times of operators and exchanges, as they are now. Collective."""
+        with self.emulated():
+            return profile_strands(
+                self.both, self.batches[0], "cpu", self._constants, repeats=_PROFILED,
+                machine="bench",
+            )  # fmt: skip
 
     def _batches(self, routing: str) -> list[Batch]:
         return micro_batches(self.size, dist.get_rank(), routing)
@@ -156,10 +162,11 @@ class MoeWays:
 
         return eager if name == EAGER else planned
 
-    def predicted_ns(self, name: str) -> int:
-        """The simulator's step."""
-        graphs, count = self.strands[name].op_graphs, len(self.batches)
-        return simulate_step(self.plans[name], graphs, self.costs, count).length_ns
+    def predicted_ns(self, name: str) -> float:
+        """The simulator's step, from the times before the steps and from those behind them: the
+        mean, as a shared machine gets faster and slower over the minutes between."""
+        graphs, count, plan = self.strands[name].op_graphs, len(self.batches), self.plans[name]
+        return mean(simulate_step(plan, graphs, each, count).length_ns for each in self.profiles)
 
 
 def measure_routing(ways: MoeWays, routing: str) -> dict[str, Any]:
@@ -175,9 +182,11 @@ def measure_routing(ways: MoeWays, routing: str) -> dict[str, Any]:
     with ways.emulated() as forget:
         timed = {name: partial(_afresh, run, forget) for name, run in runs.items()}
         times = take_turns(timed, ways.batches, size.repeats)
+    records = {name: ways.recorded(name, size.recorded) for name in ways.steps}
+    ways.profiles.append(ways.profile())
     return {
         "times": times,
-        "records": {name: ways.recorded(name, size.recorded) for name in ways.steps},
+        "records": records,
         "predicted_ns": {name: ways.predicted_ns(name) for name in ways.steps},
         "load": _load(size, ways.batches),
     }
