@@ -1,8 +1,9 @@
 """Ends the step of a pipeline on all its ranks when one of them cannot go on, and says why.
 
 A rank that raises leaves its reason in the store of the process groups and closes its connections,
-which frees who waits for it; they do the same. What no connection tells, such as a rank that is
-paused, ends by the bound that every wait has. No thread runs while all is well.
+which frees who waits for it; they do the same. What no connection tells ends by the bound that
+every wait has: a rank that is paused, and on gloo the receive of a message of which a part has
+come. No thread runs while all is well.
 """
 
 import contextlib
