@@ -101,7 +101,7 @@ def test_importing_the_package_does_nothing():
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
-def test_a_command_ends_as_python_ends(tmp_path):
+def test_a_command_ends_as_python_ends():
     """What was registered for the end runs, what was printed arrives, and a full disk is said once;
     the rest of the interpreter's shutdown, which would free a trace object by object, is left out.
     """

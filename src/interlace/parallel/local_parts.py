@@ -33,6 +33,14 @@ def stored(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def with_part(whole: DTensor, part: Tensor) -> DTensor:
+    """A tensor that is laid out as `whole`, of which this rank holds `part`."""
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements,
+        run_check=False, shape=whole.shape, stride=whole.stride(),
+    )  # fmt: skip
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, detached; shares memory with `tensor`."""
     return stored(tensor).detach()
@@ -90,10 +98,7 @@ def _own_storage(whole: DTensor) -> DTensor:
     part = whole.to_local()
     if part.untyped_storage().nbytes() == part.numel() * part.element_size():
         return whole
-    return DTensor.from_local(
-        part.clone(), whole.device_mesh, whole.placements,
-        run_check=False, shape=whole.shape, stride=whole.stride(),
-    )  # fmt: skip
+    return with_part(whole, part.clone())
 
 
 def enter(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from interlace.errors import InputError, nearest
-from interlace.parallel.local_parts import stored
+from interlace.parallel.local_parts import stored, with_part
 from interlace.parallel.tensor_layers import (
     SEQUENCE_DIM,
     BiasedRow,
@@ -197,11 +197,7 @@ def _own_storage(model: nn.Module) -> None:
             part = stored(parameter)
             if part.untyped_storage().nbytes() == part.numel() * part.element_size():
                 continue
-            whole = DTensor.from_local(
-                part.detach().clone(), parameter.device_mesh, parameter.placements,
-                run_check=False, shape=parameter.shape, stride=parameter.stride(),
-            )  # fmt: skip
-            setattr(owner, name, nn.Parameter(whole))
+            setattr(owner, name, nn.Parameter(with_part(parameter, part.detach().clone())))
 
 
 def _tied_pairs(model: nn.Module) -> list[tuple[str, str]]:

@@ -1,8 +1,7 @@
 """A deep model of fake tensors, of which a few blocks are built and the others are copies.
 
 Blocks of our own models differ in their weights alone, and fake weights have no values: what a copy
-lacks is nothing that a trace could see. Of 80 layers, building, casting and laying out takes a
-second, and copying a tenth of one.
+lacks is nothing that a trace could see.
 """
 
 import copy
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from interlace.config import RunConfig
 from interlace.model_config import Architecture
-from interlace.parallel.local_parts import stored
+from interlace.parallel.local_parts import stored, with_part
 
 
 def with_few_layers(config: RunConfig) -> RunConfig:
@@ -58,9 +57,4 @@ def _parameter(given: nn.Parameter | None) -> nn.Parameter | None:
 
 def _empty_like(given: Tensor) -> Tensor:
     part = torch.empty_like(stored(given).detach())
-    if not isinstance(given, DTensor):
-        return part
-    return DTensor.from_local(
-        part, given.device_mesh, given.placements,
-        run_check=False, shape=given.shape, stride=given.stride(),
-    )  # fmt: skip
+    return with_part(given, part) if isinstance(given, DTensor) else part

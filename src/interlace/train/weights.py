@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from interlace.parallel.bucket_shards import BucketShards, laid_out
 from interlace.parallel.data import DataLayout, views
-from interlace.parallel.local_parts import local, stored
+from interlace.parallel.local_parts import local, stored, with_part
 from interlace.parallel.meshes import Meshes
 from interlace.parallel.stage_shards import StageShards
 from interlace.parallel.tensor import finish_gradients
@@ -314,8 +314,4 @@ def _in_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter.detach().to(dtype)
     # Of the part: an operator on a DTensor takes twice as long as one on a tensor.
-    part = stored(parameter).detach().to(dtype)
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements,
-        run_check=False, shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+    return with_part(parameter, stored(parameter).detach().to(dtype))
