@@ -2,7 +2,7 @@
 
 Needs python 3.11, a CUDA build of torch and numpy, and nothing else installed: interlace is taken
 from src/. Each test file runs in a process of its own, since what a process settles about CUDA, as
-whether cuBLAS is deterministic, is settled once. Tests that need more GPUs than there are say so.
+whether cuBLAS is deterministic, is settled once. Ranks share a GPU where there are fewer of them.
 Writes bench/results/<gpu>/*.json. Without a GPU it says so and exits 0; it exits 2 where there is
 one and something is missing.
 """

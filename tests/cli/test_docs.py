@@ -53,7 +53,7 @@ NOT_RUN = {
     "docs/guides/images.md": ["needs four processes"],
     "docs/guides/lab.md": ["needs root"],
     "docs/guides/models.md": ["needs the weights of a model of 8 billion parameters"],
-    "docs/guides/gpu.md": ["needs a GPU"],
+    "docs/guides/gpu.md": ["needs a GPU", "needs a GPU"],
     "docs/guides/one-gpu.md": ["needs a GPU"],
     "docs/concepts/recompute.md": ["takes longer than all other blocks together"],
 }

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stage_models import WIDTH
+from stage_models import WIDTH, device_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
@@ -69,7 +69,7 @@ def blocks(mesh: DeviceMesh) -> list[nn.Module]:
 def stages_of(modules: list[nn.Module], mesh: DeviceMesh) -> list[PipelineStage]:
     rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
     return [
-        PipelineStage(modules[each], each, STAGES, torch.device("cpu"), group=group)
+        PipelineStage(modules[each], each, STAGES, device_of(modules[each]), group=group)
         for each in (rank, STAGES - 1 - rank)
     ]
 

@@ -192,13 +192,15 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def gloo_group(timeout_s: float = 30.0) -> Iterator[Any]:
-    """In a child: the default gloo process group, from the environment. Yields its store."""
+def gloo_group(timeout_s: float = 30.0, *, named: bool = True) -> Iterator[Any]:
+    """In a child: the default gloo process group, from the environment, or, unless `named`, the one
+    that torch makes where no backend is given. Yields its store."""
     import torch.distributed as dist
 
     store, rank, world_size = next(dist.rendezvous("env://"))
     timeout = datetime.timedelta(seconds=timeout_s * PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    backend = "gloo" if named else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     # Rank 0 hosts the store, and a rank with little to do could end while another still connects.
     store.set(f"built/{rank}", "")
     store.wait([f"built/{each}" for each in range(world_size)], timeout)

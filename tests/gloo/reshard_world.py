@@ -38,14 +38,15 @@ class Side:
 class Meshes:
     """Meshes by their ranks and shape; all ranks must ask for the same in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
+        self.device_type = device_type
         self._made: dict[tuple, DeviceMesh] = {}
 
     def of(self, ranks: Sequence[int], shape: Sequence[int]) -> DeviceMesh:
         key = (tuple(ranks), tuple(shape))
         if key not in self._made:
             grid = torch.tensor(ranks).view(*shape)
-            self._made[key] = DeviceMesh("cpu", grid)
+            self._made[key] = DeviceMesh(self.device_type, grid)
         return self._made[key]
 
 
@@ -137,7 +138,7 @@ def place(whole: Tensor, side: Side, *, draw: random.Random) -> DTensor | None:
 
 def bits(tensor: Tensor) -> bytes:
     """The exact bits."""
-    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -52,8 +52,14 @@ def own_stages(modules: Sequence[nn.Module], schedule: Any) -> list[PipelineStag
     ranks, rank = dist.get_world_size(), dist.get_rank()
     numbers = stages_of(found_for(schedule, ranks, len(modules)), ranks, rank)
     return [
-        PipelineStage(modules[each], each, len(modules), torch.device("cpu")) for each in numbers
+        PipelineStage(modules[each], each, len(modules), device_of(modules[each]))
+        for each in numbers
     ]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where its parameters are; the CPU without any."""
+    return next((each.device for each in module.parameters()), torch.device("cpu"))
 
 
 def eager(

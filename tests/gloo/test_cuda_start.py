@@ -29,6 +29,7 @@ from interlace.ranks.determinism import (
 from interlace.ranks.device import NCCL_TIMEOUT, check_device, limit_waits, local_device
 from interlace.ranks.process_group import process_group
 from interlace.ranks.small_collectives import collective_device
+from interlace.runtime.stage_link import StageLink
 
 Calls = list[tuple[str, Any]]
 
@@ -118,10 +119,14 @@ def test_the_gpu_follows_from_the_number_of_the_rank_on_its_host(
     assert local_device() == torch.device("cuda", index)
 
 
-def refusal(uuids: list[str], local_ranks: list[str], algorithms: str) -> list[str]:
+def refusal(
+    uuids: list[str], local_ranks: list[str], algorithms: str, hosts: list[str]
+) -> list[str]:
     """A child: what `check_device` says on a rank of a pretended NCCL world; its small collectives
-    really run, on gloo."""
+    really run, on gloo. `hosts` are names that ranks give NCCL for theirs, if any."""
     rank = int(os.environ["RANK"])
+    if hosts:
+        os.environ["NCCL_HOSTID"] = hosts[rank]
     os.environ["LOCAL_RANK"] = local_ranks[rank]
     os.environ["NCCL_ALGO"] = algorithms
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -142,21 +147,48 @@ def refusal(uuids: list[str], local_ranks: list[str], algorithms: str) -> list[s
 
 
 @pytest.mark.parametrize(
-    ("uuids", "local_ranks", "algorithms", "message"),
+    ("uuids", "local_ranks", "algorithms", "hosts", "message"),
     [
-        (["GPU-a", "GPU-b"], ["0", "0"], "^NVLS", None),
-        (["GPU-a", "GPU-a"], ["0", "0"], "^NVLS", "ranks 0 and 1 use the same GPU, GPU-a"),
-        (["GPU-a", "GPU-b"], ["2", "2"], "Ring", "local rank 2 has no GPU: this host has 2"),
-        (["GPU-a", "GPU-b"], ["0", "1"], "NVLS,Ring", "train.deterministic is set, but NCCL_ALGO"),
+        (["GPU-a", "GPU-b"], ["0", "0"], "^NVLS", [], None),
+        (["GPU-a", "GPU-a"], ["0", "0"], "^NVLS", [], "ranks 0 and 1 use the same GPU, GPU-a"),
+        (["GPU-a", "GPU-a"], ["0", "0"], "^NVLS", ["x", "x"], "ranks 0 and 1 use the same GPU, GP"),
+        (["GPU-a", "GPU-a"], ["0", "0"], "^NVLS", ["x", "y"], None),
+        (["GPU-a", "GPU-b"], ["2", "2"], "Ring", [], "local rank 2 has no GPU: this host has 2"),
+        (["GPU-a", "GPU-b"], ["0", "1"], "NVLS,Ring", [], "train.deterministic is set, but NCCL_"),
     ],
 )
 def test_a_shared_gpu_and_a_switch_that_adds_are_refused_by_all_ranks(
-    uuids: list[str], local_ranks: list[str], algorithms: str, message: str | None
+    uuids: list[str],
+    local_ranks: list[str],
+    algorithms: str,
+    hosts: list[str],
+    message: str | None,
 ) -> None:
-    results = run_ranks("test_cuda_start:refusal", 2, args=[uuids, local_ranks, algorithms])
+    results = run_ranks("test_cuda_start:refusal", 2, args=[uuids, local_ranks, algorithms, hosts])
     for result in results:
         assert bool(result.value) is (message is not None)
         assert message is None or result.value[0].startswith(message)
+
+
+def stages_on_a_gpu() -> str:
+    """A child: what a pipeline says whose stages are on a GPU, and whose ranks have gloo alone."""
+    with gloo_group():
+        world = dist.group.WORLD
+        assert world is not None
+        try:
+            StageLink(world, torch.device("cuda", 0))
+        except InputError as error:
+            return f"{error.message}\n{error.hint}"
+    return ""
+
+
+def test_gloo_sends_no_stage_of_a_gpu() -> None:
+    """It would take the GPU's memory for the host's."""
+    (result,) = run_ranks("test_cuda_start:stages_on_a_gpu", 1)
+    assert result.value == (
+        "the stages are on cuda:0, and gloo is to send between them\n"
+        'init_process_group("cpu:gloo,cuda:nccl") takes NCCL for that'
+    )
 
 
 def test_small_agreements_stay_on_the_cpu_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:

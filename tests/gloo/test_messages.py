@@ -98,3 +98,24 @@ def test_a_broken_message_raises(asks_for_future: bool) -> None:
     assert results[1].returncode == -signal.SIGKILL
     broken = ("closed by peer", "reset by peer", "Broken pipe")
     assert any(reason in results[0].value for reason in broken)
+
+
+class Counted:
+    """A work that counts its waits."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize("in_streams", [False, True])
+def test_each_stream_waits_and_the_host_waits_once(in_streams: bool) -> None:
+    """A recorder's stream waits first, and the stream that reads the rows must wait as well; a
+    second wait for a message of gloo would never return."""
+    work: Any = Counted()
+    messages = Messages([work], torch.empty(0), in_streams=in_streams)
+    messages.wait()
+    messages.wait()
+    assert work.waits == (2 if in_streams else 1)

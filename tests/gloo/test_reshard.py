@@ -18,20 +18,28 @@ STRATEGIES = ("auto", "send_recv", "local_all_gather", "global_all_gather", "bro
 
 
 def random_moves(moves: int, plans: int) -> dict[str, int]:
-    """A child: single tensors by `reshard`, then plans of many tensors, each run twice."""
+    """A child: moves on the CPU."""
+    import torch.distributed as dist
+
+    with gloo_group(60):
+        seen = moved("cpu", moves, plans)
+        dist.barrier()  # rank 0 hosts the store
+        return seen
+
+
+def moved(device_type: str, moves: int, plans: int) -> dict[str, int]:
+    """Single tensors by `reshard`, then plans of many tensors, each run twice."""
     import torch.distributed as dist
     from reshard_world import Meshes
 
-    with gloo_group(60):
-        meshes = Meshes()
-        world = dist.get_world_size()
-        seen: dict[str, int] = {}
-        for seed in range(moves):
-            move_one(random.Random(seed), meshes, world, seen)
-        for seed in range(plans):
-            move_many(random.Random(10_000 + seed), meshes, world, seen)
-        dist.barrier()  # rank 0 hosts the store
-        return seen
+    meshes = Meshes(device_type)
+    world = dist.get_world_size()
+    seen: dict[str, int] = {}
+    for seed in range(moves):
+        move_one(random.Random(seed), meshes, world, seen)
+    for seed in range(plans):
+        move_many(random.Random(10_000 + seed), meshes, world, seen)
+    return seen
 
 
 def move_one(draw: random.Random, meshes, world: int, seen: dict[str, int]) -> None:
@@ -76,7 +84,7 @@ def random_case(draw: random.Random, meshes, world: int):
     dtype = draw.choice(DTYPES)
     sums = dtype.is_floating_point and dtype.itemsize >= 4
     placements = random_placements(draw, source_mesh, len(shape), partial=sums)
-    whole = random_whole(draw, shape, dtype)
+    whole = random_whole(draw, shape, dtype).to(meshes.device_type)
     if any(isinstance(placement, Partial) for placement in placements):
         whole = whole.nan_to_num(0.0, 1.0, -1.0)  # x + 0 must be x
     source = Side(source_mesh, placements)
@@ -163,7 +171,9 @@ def move_many(draw: random.Random, meshes, world: int, seen: dict[str, int]) -> 
         for mesh in (source.mesh, target.mesh)
         for rank in mesh.mesh.flatten().tolist()
     }
-    again = {name: random_whole(draw, w.shape, w.dtype) for name, (w, *_) in cases.items()}
+    again = {
+        name: random_whole(draw, w.shape, w.dtype).to(w.device) for name, (w, *_) in cases.items()
+    }
     settings = Settings(
         topology=random_topology(draw, world),
         memory_bytes=draw.choice((4096, 1 << 20)),

@@ -1,16 +1,17 @@
-"""On two GPUs: plain, recorded and one-strand steps have the same bits, also where freed memory is
-filled with NaN while a peer is late; and collectives of two groups get their own ends.
+"""Two ranks of NCCL: plain, recorded and one-strand steps have the same bits, also where freed
+memory is filled with NaN while a peer is late; collectives of two groups get their own ends; and
+every layout has eager PyTorch's gradients.
 
 Plain unittest, so that `make gpu-check` runs it where only torch and numpy are; pytest runs it too.
 The ranks are this file, started by torch's own launcher: `test_ranks_cuda.py NAME`.
 """
 
-import subprocess
-import sys
 import unittest
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import nccl_ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
@@ -19,17 +20,20 @@ from interlace.config import (
     CompareConfig,
     DataConfig,
     ModelConfig,
+    OverlapConfig,
     ParallelConfig,
     PlanConfig,
     RunConfig,
     TrainConfig,
 )
 from interlace.graphs import collectives
+from interlace.model_config import ExpertsConfig
 from interlace.ranks.agree import check_agreement, environment_fields
 from interlace.ranks.process_group import process_group
 from interlace.runtime.executor import Batch
 from interlace.runtime.recorder import CudaClock, Recorder, clock_for
 from interlace.step import Step
+from interlace.train.gradient_check import check_gradients
 from interlace.train.opening import open_session
 from interlace.train.rank_job import job_of_rank
 
@@ -45,6 +49,40 @@ LARGE = RunConfig(
     plan=PlanConfig(cache=False, profile_repeats=2),
     compare=CompareConfig(steps=1, modes=("1", "2")),
 )
+SMALL = replace(
+    LARGE,
+    model=ModelConfig(layers=2, width=256, heads=8, kv_heads=4, ffn_width=512),
+    data=DataConfig(sequence_length=256),
+    plan=PlanConfig(cluster="h100"),
+    compare=CompareConfig(steps=1, modes=("eager", "1", "2")),
+)
+MIXTURE = replace(
+    SMALL.model, architecture="moe", experts=ExpertsConfig(count=4, chosen=2, shared_width=64)
+)
+LAYOUTS = {
+    "tensor": SMALL,
+    "tensor, captured": replace(SMALL, train=replace(SMALL.train, cuda_graph=True)),
+    "tensor, ring": replace(SMALL, overlap=OverlapConfig(decompose="ring")),
+    "tensor, direct": replace(SMALL, overlap=OverlapConfig(decompose="direct")),
+    "zero 3": replace(SMALL, parallel=ParallelConfig(data_shard=RANKS)),
+    "zero 3, captured": replace(
+        SMALL,
+        parallel=ParallelConfig(data_shard=RANKS),
+        train=replace(SMALL.train, cuda_graph=True),
+    ),
+    "zero 1": replace(SMALL, parallel=ParallelConfig(data_shard=RANKS, zero=1)),
+    "replicas": replace(SMALL, parallel=ParallelConfig(data_replicate=RANKS)),
+    "context": replace(SMALL, parallel=ParallelConfig(context=RANKS)),
+    "context, ring": replace(SMALL, parallel=ParallelConfig(context=RANKS, context_method="ring")),
+    "experts": replace(
+        SMALL, model=MIXTURE, parallel=ParallelConfig(data_shard=RANKS, expert=RANKS)
+    ),
+    "experts, merged": replace(
+        SMALL,
+        model=MIXTURE,
+        parallel=ParallelConfig(data_shard=RANKS, expert=RANKS, expert_sends="merged"),
+    ),
+}
 
 
 class Poisoning(Recorder):
@@ -102,6 +140,35 @@ def steps(config: RunConfig = LARGE) -> list[str]:
         ]
 
 
+def layouts() -> list[str]:
+    """A rank: layouts whose gradients are not eager PyTorch's, or whose strands differ in bits."""
+    faults = []
+    with process_group(LARGE.link, LARGE.watchdog):
+        for name, config in LAYOUTS.items():
+            session = open_session(job_of_rank(config))
+            source = session.batches()
+            batches = [session.move(next(source)) for _ in range(config.train.micro_batches)]
+            text, _ = check_gradients(session, batches)
+            one, two = session.runners["1"], session.runners["2"]
+            assert isinstance(one, Step)
+            assert isinstance(two, Step)
+            clock, graphs = clock_for(session.device.type), two.strands.op_graphs
+            wanted = bits(one, batches, None)
+            found = {
+                "two strands": bits(two, batches, None),
+                "recorded": bits(two, batches, Recorder(graphs, clock)),
+                "poisoned": bits(two, batches, Poisoning(graphs, clock)),
+            }
+            faults += [
+                f"{name}, {way}: {index} differs"
+                for way, values in found.items()
+                for index, (x, y) in enumerate(zip(wanted, values, strict=True))
+                if not torch.equal(x, y)
+            ]
+            print(name, text.splitlines()[-1], flush=True)
+    return faults
+
+
 def lanes() -> list[str]:
     """A rank: a short collective that is issued behind long ones of another group ends first."""
     with process_group(LARGE.link, LARGE.watchdog):
@@ -117,30 +184,23 @@ def lanes() -> list[str]:
     return [] if short_ns < long_ns[-1] else [f"short {short_ns} ns, long {long_ns[-1]} ns"]
 
 
+@unittest.skipUnless(torch.cuda.is_available(), "no CUDA device")
 class RanksOnCuda(unittest.TestCase):
     """Two ranks of NCCL, as torchrun starts them."""
 
-    def setUp(self) -> None:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count < RANKS:
-            self.skipTest(f"needs {RANKS} CUDA devices, and there are {count}")
-
     def test_all_ways_to_run_a_step_have_the_same_bits(self) -> None:
         self._start("steps")
+
+    def test_every_layout_has_the_gradients_of_eager_pytorch(self) -> None:
+        self._start("layouts")
 
     def test_collectives_of_two_groups_have_their_own_ends(self) -> None:
         self._start("lanes")
 
     def _start(self, name: str) -> None:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command = [*launcher, f"--nproc-per-node={RANKS}", __file__, name]
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False
-        )
-        self.assertEqual(done.returncode, 0, done.stdout.decode(errors="replace")[-8000:])
+        nccl_ranks.run_ranks(self, __file__, name, RANKS, LIMIT_S)
 
 
 if __name__ == "__main__":
-    faults = {"steps": steps, "lanes": lanes}[sys.argv[1]]()
-    print("\n".join(faults), flush=True)
-    sys.exit(bool(faults))
+    nccl_ranks.have_own_gpus()
+    nccl_ranks.main({"steps": steps, "layouts": layouts, "lanes": lanes})

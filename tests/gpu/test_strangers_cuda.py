@@ -1,24 +1,23 @@
 """On one GPU: what this project did not write has eager PyTorch's numbers, or is refused by name.
 
-The tables of architectures and habits of `tests/gloo`, and ways in which people train: FSDP2 and
-DDP of one rank on NCCL, and two ranks that share the GPU and exchange over gloo. Needs transformers
-and pytest beside what `make gpu-check` asks for, and is skipped without them.
+The tables of architectures and habits of `tests/gloo`, and ways in which people train: FSDP2, DDP
+and tensor parallel on NCCL, and two ranks that exchange over gloo. The tables need transformers and
+pytest beside what `make gpu-check` asks for, and are skipped without them.
 """
 
 import importlib.util
 import os
-import re
-import subprocess
-import sys
 import unittest
 import warnings
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
+import nccl_ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -36,6 +35,9 @@ MOST_REFUSED = 12
 random numbers (layer drop), and their experts loop over rows where float32 has no grouped matmul.
 """
 LIMIT_S = 200
+WAYS = "dp_shard", "dp_replicate", "tp"
+BOUND = 1e-5
+"""Of gradients in float32, relative to the largest element."""
 
 
 def setUpModule() -> None:
@@ -137,70 +139,71 @@ def furthest(module: nn.Module) -> float:
     return worst
 
 
-def shared_gpu() -> None:
-    """A rank of two on one GPU: tensor parallel over gloo, with one strand and two."""
+def laid_out(name: str, mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
+    """(what `compile_step` is given, the layers) under a way of PyTorch's to share them."""
+    module: Any = layers()
+    if name == "dp_replicate":
+        return DistributedDataParallel(module), module
+    if name == "dp_shard":
+        for layer in (*module.children(), module):
+            fully_shard(layer, mesh=mesh)
+    else:
+        parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return module, module
+
+
+def in_ways(name: str, ways: Sequence[dict[str, Any]]) -> list[str]:
+    """What is wrong with steps of the group's ranks: their gradients are not near eager's, or have
+    other bits than those of the first way."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=(name,))
+    faults, found = [], []
+    for options in ways:
+        wrapped, module = laid_out(name, mesh)
+        step = interlace.compile_step(
+            wrapped, square, inputs()[0], mesh=mesh, config=QUICK, **options
+        )
+        for _ in range(3):
+            module.zero_grad()
+            step(inputs())
+            off = furthest(module)
+            faults += [] if off < BOUND else [f"{name} {options}: gradients are {off:.1e} off"]
+        grads = [getattr(p.grad, "_local_tensor", p.grad) for p in module.parameters()]
+        found.append([*step.losses, *grads])
+        if not all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True)):
+            faults.append(f"{name} {options}: other bits")
+    return faults
+
+
+def over_nccl() -> list[str]:
+    """A rank: FSDP2, DDP and tensor parallel with two strands, one, and captured."""
+    with nccl_ranks.nccl_group():
+        ways: list[dict[str, Any]] = [{}, {"strands": 1}, {"cuda_graph": True}]
+        return [each for name in WAYS for each in in_ways(name, ways)]
+
+
+def over_gloo() -> list[str]:
+    """A rank: tensor parallel, which only adds up."""
     torch.cuda.set_device(0)
     setUpModule()
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("tp",))
-    found = []
-    for strands in (2, 1):
-        module = layers()
-        parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        step = interlace.compile_step(
-            module, square, inputs()[0], mesh=mesh, strands=strands, config=QUICK
-        )
-        step(inputs())
-        grads = [getattr(p.grad, "_local_tensor", p.grad) for p in module.parameters()]
-        found.append([*step.losses, *grads])
-        print(f"furthest {furthest(module):.2e}", flush=True)
-    print("bits", all(torch.equal(a, b) for a, b in zip(*found, strict=True)), flush=True)
+    faults = in_ways("tp", [{}, {"strands": 1}])
     dist.destroy_process_group()
+    return faults
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "no CUDA device")
 class WaysToTrainOnCuda(unittest.TestCase):
     """Modules in PyTorch's own wrappers."""
 
-    def test_fsdp2_and_ddp_on_nccl(self) -> None:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        os.environ.update(alone)
-        torch.cuda.set_device(0)
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-        self.addCleanup(dist.destroy_process_group)
-        for name in ("dp_shard", "dp_replicate"):
-            with self.subTest(name):
-                module: Any = layers()
-                mesh = init_device_mesh("cuda", (1,), mesh_dim_names=(name,))
-                wrapped = DistributedDataParallel(module) if name == "dp_replicate" else module
-                if name == "dp_shard":
-                    for layer in (*module.children(), module):
-                        fully_shard(layer, mesh=mesh)
-                for options in ({}, {"cuda_graph": True}):
-                    step = interlace.compile_step(
-                        wrapped, square, inputs()[0], mesh=mesh, config=QUICK, **options
-                    )
-                    for _ in range(3):
-                        module.zero_grad()
-                        step(inputs())
-                        self.assertLess(furthest(module), 1e-5)
+    def test_one_rank_on_nccl(self) -> None:
+        nccl_ranks.run_ranks(self, __file__, "over_nccl", 1, LIMIT_S)
 
-    def test_two_ranks_on_one_gpu(self) -> None:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*launcher, "--nproc-per-node=2", __file__],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=LIMIT_S,
-            check=False,
-            text=True,
-        )
-        self.assertEqual(done.returncode, 0, done.stdout[-4000:])
-        self.assertEqual(done.stdout.count("bits True"), 2, done.stdout[-4000:])
-        errors = [float(each) for each in re.findall(r"furthest (\S+)", done.stdout)]
-        self.assertEqual(len(errors), 4)
-        self.assertLess(max(errors), 1e-5)
+    def test_two_ranks_on_nccl(self) -> None:
+        nccl_ranks.run_ranks(self, __file__, "over_nccl", 2, LIMIT_S)
+
+    def test_two_ranks_on_gloo(self) -> None:
+        nccl_ranks.run_ranks(self, __file__, "over_gloo", 2, LIMIT_S)
 
 
 if __name__ == "__main__":
-    shared_gpu()
+    nccl_ranks.main({"over_nccl": over_nccl, "over_gloo": over_gloo})

@@ -72,4 +72,4 @@ def _messages(
     works = dist.batch_isend_irecv(messages) if messages else []
     for e in range(rank * own, (rank + 1) * own):
         out[arriving[e]] = rows[leaving[e]]
-    return Messages(works, out)
+    return Messages(works, out, in_streams=rows.device.type != "cpu")

@@ -20,20 +20,28 @@ class Messages:
     """Receives and sends under way, waited for as one work: `wait` and `get_future` as of a
     `dist.Work`. gloo's messages have no futures, so one that is asked for has a thread."""
 
-    def __init__(self, works: Sequence[dist.Work], output: Tensor) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], output: Tensor, *, in_streams: bool = False
+    ) -> None:
+        """With `in_streams` a wait is one of the current stream, as on NCCL: a recorder's stream
+        and the one that reads the output each have their own. gloo's messages end once, and a
+        second wait for one would never return."""
         self._works = works
         self._output = output
+        self._in_streams = in_streams
         self._follower: _Follower | None = None
 
     def wait(self) -> None:
-        """Block until all have ended. Raises RuntimeError if one broke."""
+        """Block until all have ended, or let the current stream wait for that. Raises RuntimeError
+        if one broke."""
         if self._follower is not None:
             self._follower.join()
             self._follower.future.wait()
             return
         for work in self._works:
             work.wait()
-        self._works = ()
+        if not self._in_streams:
+            self._works = ()
 
     def get_future(self) -> Future[Any]:
         """Completes when all messages have ended, or with their error."""

@@ -1,5 +1,6 @@
 """The device of a rank of `train`, and what must be settled before its process group exists."""
 
+import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Iterable
@@ -27,8 +28,11 @@ the CPU, where they need no GPU to be set up and make no rank wait for its own."
 NCCL_TIMEOUT = timedelta(minutes=10)
 """Time limit of a collective: torch's own for a group of NCCL alone. A group that has gloo too
 would wait for 30 minutes."""
-_UUID_BYTES = 64
-"""Bytes to which the id of a GPU is padded for gathering; a choice, longer than a UUID in text."""
+NCCL_HOST_VARIABLE = "NCCL_HOSTID"
+"""What NCCL takes for the name of a rank's host, where it is set. It connects ranks of two hosts by
+sockets, and does not ask whether they have the same GPU."""
+_CLAIM_BYTES = 64
+"""Bytes to which a claim is padded for gathering; a choice, longer than a UUID in text."""
 
 
 def device_type() -> str:
@@ -50,7 +54,7 @@ def claim_device(*, deterministic: bool) -> torch.device:
 
 def local_device() -> torch.device:
     """The GPU of this rank's number on its host, or the CPU. Where a launcher shows each process
-    one GPU only, that one; `check_device` refuses two ranks on one GPU."""
+    one GPU only, that one; `check_device` refuses two ranks of one host on one GPU."""
     if device_type() == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", _local_rank() % torch.cuda.device_count())
@@ -93,14 +97,16 @@ def limit_waits(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _refuse_shared(uuid: str) -> None:
+    """Raises InputError where NCCL would: two ranks have one GPU and are of one host."""
+    host = hashlib.sha256(os.environ.get(NCCL_HOST_VARIABLE, "").encode()).hexdigest()
     ranks_of: dict[bytes, list[int]] = defaultdict(list)
-    every = gather_bytes(uuid.encode()[:_UUID_BYTES].ljust(_UUID_BYTES), None)
-    for rank, gathered in enumerate(every):
+    claim = f"{uuid} {host}".encode()[:_CLAIM_BYTES]
+    for rank, gathered in enumerate(gather_bytes(claim.ljust(_CLAIM_BYTES), None)):
         ranks_of[gathered].append(rank)
-    for gpu, ranks in ranks_of.items():
+    for gathered, ranks in ranks_of.items():
         if len(ranks) > 1:
             raise InputError(
-                f"ranks {ranks[0]} and {ranks[1]} use the same GPU, {gpu.decode().strip()}",
+                f"ranks {ranks[0]} and {ranks[1]} use the same GPU, {gathered.split()[0].decode()}",
                 hint="start at most one rank per GPU, and set LOCAL_RANK to a rank's number on "
                 "its host, as torchrun does",
             )

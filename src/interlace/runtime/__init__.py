@@ -16,6 +16,7 @@ stage_meshes.py       the meshes of stages that are laid out differently
 boundaries.py         what crosses between such stages, and how it moves
 laid_out_link.py      the same between such stages
 joint_end.py          a step of a pipeline that fails ends on all ranks
+stream_watch.py       the same where exchanges wait in streams, as on NCCL
 recorder.py           a lowered graph run operator by operator, with times
 eager_recorder.py     eager autograd as a timeline
 eager_check.py        a step against eager autograd: losses, gradients, times

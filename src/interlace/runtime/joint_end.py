@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.errors import InputError, InterlaceError, RunError
+from interlace.graphs.collectives import on_gloo
 from interlace.graphs.torch_private import gloo_timeout, set_group_timeout
 from interlace.ranks.watchdog import from_communication
 
@@ -49,17 +50,19 @@ class Word:
 class JointEnd:
     """The end of a step that fails, for one rank of a pipeline."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], wait_s: float) -> None:
-        """`groups` are all those in which this rank meets others in a step; they can not be used
-        any more after a failure. `wait_s` bounds each wait. Raises InputError unless it is above
-        0."""
+    def __init__(
+        self, groups: Sequence[dist.ProcessGroup], device_type: str, wait_s: float
+    ) -> None:
+        """`groups` are all those in which this rank meets others in a step, with tensors on devices
+        of this type; they can not be used any more after a failure. `wait_s` bounds each wait.
+        Raises InputError unless it is above 0."""
         if not wait_s > 0:
             raise InputError(
                 f"a rank cannot wait for {wait_s:g} s", hint="set wait_s above 0, such as 120"
             )
         self.wait_s = wait_s
         self.timeout = timedelta(seconds=wait_s)
-        self._groups = [group for group in groups if dist.get_backend(group) == "gloo"]
+        self._groups = [group for group in groups if on_gloo(device_type, group)]
         world = dist.group.WORLD
         assert world is not None
         self._store = world.get_group_store()
@@ -87,6 +90,13 @@ class JointEnd:
                 f"{message}; rank {first.rank} said first: {first.text}",
                 hint=f"the output of rank {first.rank} says more",
             ) from error
+
+    def others_left(self) -> bool:
+        """Whether a rank has left a step since this one was made. Asks the store."""
+        try:
+            return self._store.add(_KEY, 0) > self._heard
+        except RuntimeError:  # nobody can be heard without a store
+            return True
 
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:

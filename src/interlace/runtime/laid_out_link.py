@@ -62,8 +62,8 @@ class LaidOutLink(StageLink):
         )
         if not self.is_unordered:
             raise InputError(
-                f"the default process group has backend {dist.get_backend()}, and stages that are "
-                "laid out differently exchange over gloo only",
+                "stages that are laid out differently exchange over gloo only, and the default "
+                f"process group has {dist.get_backend_config()} for tensors on {device}",
                 hint="lay all stages out alike, with a mesh axis pp",
             )
         self.rank, self.ranks = stages.number, len(stages.meshes)

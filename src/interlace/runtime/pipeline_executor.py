@@ -72,7 +72,7 @@ class PipelineExecutor(StepExecutor):
         items, wiring = self._listed(count)
         self._tangent.fill_(self._weight(count))
         run = _PipelineRun(self, [self._as_traced(batch) for batch in batches], recorder, wiring)
-        with self.link.end.for_all(), self.plain_operators():
+        with self.link.together(run.explained), self.plain_operators():
             run.all(items)
             run.end_sums()
             self.results = run.given()
@@ -101,7 +101,7 @@ class PipelineExecutor(StepExecutor):
         items, wiring = self._forwards[count]
         inputs = [(*self._as_traced(batch), no_dropout()) for batch in batches]
         run = _ForwardRun(self, inputs, None, wiring)
-        with self.link.end.for_all(), self.plain_operators():
+        with self.link.together(run.explained), self.plain_operators():
             run.all(items)
             self.results = run.given()
             self.link.finish()
@@ -202,6 +202,8 @@ class _PipelineRun(StepRun):
         self._told: dict[int, Arrival] = {}
         """How many micro-batches other ranks have, until that is compared."""
         self._arrivals: dict[StageMessage, Arrival] = {}
+        self._asked: dict[str, StageMessage] = {}
+        """Messages that were asked for, by what errors call that."""
         self._sums: list[ReplicaSum] = []
         self._left_of_chunk = executor.passes(len(batches))
         self._kept_by: dict[tuple[int, Any], int] = {}
@@ -237,6 +239,7 @@ class _PipelineRun(StepRun):
                 # gloo refuses to begin a receive from a rank that has closed its connection.
                 with self._saying_who_makes(item.message):
                     what = f"receive {item.message} from {self.link.who(item.rank)}"
+                    self._asked[what] = item.message
                     self._arrivals[item.message] = self.link.receive_message(
                         item.message, like, item.rank, what
                     )
@@ -293,6 +296,10 @@ class _PipelineRun(StepRun):
             yield
         except Unended as error:
             raise Unended(f"{error.message}; {self._made_by(message)}", hint=error.hint) from error
+
+    def explained(self, what: str) -> str:
+        """Which action makes what this rank has asked for; empty for anything else."""
+        return f"; {self._made_by(self._asked[what])}" if what in self._asked else ""
 
     def _made_by(self, message: StageMessage) -> str:
         """Which action of which rank makes a message."""

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.errors import InputError
+from interlace.graphs.collectives import on_gloo
 from interlace.graphs.strides import restrided
 from interlace.ir.stage_messages import StageMessage
 from interlace.ranks.agree import listed
@@ -24,6 +26,7 @@ from interlace.ranks.watchdog import from_communication
 from interlace.runtime.handovers import Handovers
 from interlace.runtime.joint_end import WAIT_S, JointEnd, Unended
 from interlace.runtime.same_shapes import refuse_difference
+from interlace.runtime.stream_watch import StreamWatch
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -98,12 +101,18 @@ class StageLink:
     ) -> None:
         """`group` has the ranks of one pipeline, in order, `replicas` those of this stage, `around`
         other ranks that actions exchange something with; gradients of `dealt` weights come from all
-        replicas, and are summed over fewer ranks. Each wait takes at most `wait_s`."""
+        replicas, and are summed over fewer ranks. Each wait takes at most `wait_s`. Raises
+        InputError if gloo is to send the memory of a GPU, which it takes for the host's."""
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.data_ranks = 1 if replicas is None else dist.get_world_size(replicas)
-        self.is_unordered = dist.get_backend(group) == "gloo"
+        self.is_unordered = on_gloo(device.type, group)
         """Whether no message waits for another one, as it does in a stream of NCCL."""
+        if self.is_unordered and device.type != "cpu":
+            raise InputError(
+                f"the stages are on {device}, and gloo is to send between them",
+                hint='init_process_group("cpu:gloo,cuda:nccl") takes NCCL for that',
+            )
         self._group = group
         self._replicas = replicas
         self._dealt = dealt or DealtWeights(frozenset(), None)
@@ -115,8 +124,12 @@ class StageLink:
         beside = {r for g in (*others, *around) for r in dist.get_process_group_ranks(g)}
         self._beside = sorted(beside - {dist.get_rank()})
         """Ranks that this one meets in the middle of an action."""
-        self.end = JointEnd([group, *others, *around], wait_s)
+        every = [group, *others, *around]
+        self.end = JointEnd(every, device.type, wait_s)
         """Ends a step that fails on all ranks."""
+        self._streams: StreamWatch | None = None
+        if not self.is_unordered and device.type != "cpu":
+            self._streams = StreamWatch(wait_s, device, every, self.end.others_left)
 
     @property
     def loss_ranks(self) -> int:
@@ -145,6 +158,26 @@ class StageLink:
                 f"meets {_ranks(self._beside)}: {error}",
                 hint=self._hint,
             ) from error
+
+    @contextmanager
+    def together(self, explained: Callable[[str], str]) -> Iterator[None]:
+        """A context around a step, which ends on all ranks or raises on all. `explained` gives what
+        is to be said of an exchange that was waited for."""
+        with self.end.for_all():
+            streams = self._streams
+            if streams is None:
+                yield
+                return
+            try:
+                with streams.watching():
+                    yield
+            except (RuntimeError, Unended):  # of a communicator that the watch has aborted
+                if streams.late is None:
+                    raise
+            if streams.late is not None:
+                what, reason = streams.late
+                text = f"{what} did not end: {reason}{explained(what)}"
+                raise Unended(text, hint=self._hint)
 
     def prepare(self, handovers: Handovers) -> None:
         """Get ready for what chunks hand to each other. Collective on the default group."""
@@ -198,8 +231,13 @@ class StageLink:
             memory = _bytes_of(tensor)
             with self._said(what):
                 work = dist.isend(memory, group=self._group, group_dst=to)
-            assert work is not None
-            self._leaving.append(Transit(work, memory, what))
+            self._leaving.append(self._under_way(work, memory, what))
+
+    def _under_way(self, work: dist.Work | None, memory: Tensor, what: str) -> Transit:
+        assert work is not None
+        if self._streams is not None:
+            self._streams.note(work, what)
+        return Transit(work, memory, what)
 
     def _forget_gone(self) -> None:
         while self._leaving and self._leaving[0].work.is_completed():
@@ -216,8 +254,7 @@ class StageLink:
             memory = _bytes_of(tensor)
             with self._said(what):
                 work = dist.irecv(memory, group=self._group, group_src=source)
-            assert work is not None
-            flights.append(Transit(work, memory, what))
+            flights.append(self._under_way(work, memory, what))
         return Arrival(tuple(tensors), tuple(flights))
 
     def empty(self, like: Tensor) -> Tensor:
@@ -248,8 +285,7 @@ class StageLink:
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             with self._said(what):
                 work = dist.all_reduce(flat, group=group, async_op=True)
-            assert work is not None
-            found.append(ReplicaSum(tuple(tensors), Transit(work, flat, what)))
+            found.append(ReplicaSum(tuple(tensors), self._under_way(work, flat, what)))
         return found
 
     def end_sum(self, begun: "ReplicaSum") -> None:
@@ -278,13 +314,14 @@ class StageLink:
     def add_up(self, tensor: Tensor, what: str) -> None:
         """Replace a tensor by its sum over the pipeline. All its ranks call it."""
         with self._said(what):
-            self._ended(dist.all_reduce(tensor, group=self._group, async_op=True))
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        self._wait(self._under_way(work, tensor, what))
 
     def share(self, tensor: Tensor, source: int, what: str) -> None:
         """Give every rank what `tensor` holds on rank `source`. All ranks call it."""
         with self._said(what):
             work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
-            self._ended(work)
+        self._wait(self._under_way(work, tensor, what))
 
     def _wait(self, flight: Transit) -> None:
         with self._said(flight.what):
@@ -292,7 +329,7 @@ class StageLink:
 
     def _ended(self, work: Work | None) -> None:
         """Wait for an operation, on gloo no longer than the bound. The wait of NCCL is one of its
-        stream, and its own watchdog bounds it."""
+        stream, and in a step `StreamWatch` bounds it."""
         assert work is not None
         if self.is_unordered:
             work.wait(self.end.timeout)
