@@ -9,7 +9,7 @@ import copy
 import functools
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,6 +49,11 @@ class Stack:
     def left_out(self) -> int:
         """Periods that the twin lacks."""
         return (self.depth - self.kept) // self.period
+
+    def of_copies(self) -> "Stack":
+        """The same for blocks that are known to be copies of each other: nothing is compared, so a
+        period needs no block before it. Blocks of several kinds in turn keep theirs."""
+        return self if self.period > 1 else replace(self, head=self.head - 1)
 
     @property
     def prefix(self) -> str:

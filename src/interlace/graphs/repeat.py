@@ -50,7 +50,11 @@ class Repeated(NamedTuple):
 
 
 def trace_repeated(
-    module: nn.Module, example_inputs: tuple[Tensor, ...], *, watch: bool = False
+    module: nn.Module,
+    example_inputs: tuple[Tensor, ...],
+    *,
+    watch: bool = False,
+    copies: bool = False,
 ) -> Repeated:
     """The graphs that `trace_chunk(module, example_inputs)` gives, node for node, for the cost of
     tracing a few blocks. Copied blocks share small constants that each would have made anew.
@@ -59,9 +63,13 @@ def trace_repeated(
     code around the blocks must treat blocks of one kind alike: what it does for one in the middle
     by its number is not seen. With `watch` the forward of the whole module is captured, and is
     compared with that of a few blocks before their backward stands for all; the graphs know what it
-    read beside parameters and buffers. Raises InputError naming what could not be traced.
+    read beside parameters and buffers. `copies` says that all blocks of a kind were made as copies
+    of one, of which fewer are traced then, and not compared. Raises InputError naming what could
+    not be traced.
     """
     stack = find_stack(module)
+    if copies and isinstance(stack, Stack):
+        stack = stack.of_copies()
     if watch and isinstance(stack, Stack) and stack.depth >= _WORTH * stack.kept:
         with suppress(PeriodsDifferError, InputError):  # what follows sees more, or says why
             return _with_stand_ins(module, stack, example_inputs)
@@ -72,7 +80,8 @@ def trace_repeated(
         reason = stack
     elif deep is None or stack.depth >= _WORTH * stack.kept:
         try:
-            joint = repeat(_joint_of_twin(module, stack, example_inputs, deep), stack)
+            twin = _joint_of_twin(module, stack, example_inputs, deep)
+            joint = repeat(twin, stack, compare=not copies)
             return Repeated(bind(joint, reads), stack.depth - stack.kept, "")
         except PeriodsDifferError as why:
             reason = str(why)
@@ -117,13 +126,14 @@ def _joint_of_twin(
     return trace_joint(twin, forward, example_inputs)
 
 
-def repeat(joint: Joint, stack: Stack) -> Joint:
+def repeat(joint: Joint, stack: Stack, *, compare: bool = True) -> Joint:
     """The joint graph of all of the stack's blocks, from that of its twin.
 
-    Raises PeriodsDifferError if the twin's two periods are not alike.
+    Raises PeriodsDifferError if the twin's two periods are not alike, so far as they are compared.
     """
     marks = Marks(joint, stack)
-    check_periods(marks)
+    if compare:
+        check_periods(marks)
     return _Writer(joint, marks, stack).write()
 
 

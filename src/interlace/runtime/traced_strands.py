@@ -221,6 +221,7 @@ def build_strands(
     buffer_dtype: torch.dtype = torch.float32,
     recompute: RecomputePolicy = KEEP_ALL,
     repeat: bool = False,
+    copies: bool = False,
     decompose: Decompose | None = None,
     wide_sums: Collection[torch.dtype] = (),
     fused_sums: bool = True,
@@ -231,8 +232,8 @@ def build_strands(
     data-parallel ranks of `data`. A chunk with dropout takes seeds behind its batch.
 
     `repeat` traces a few blocks and copies the others (`graphs.repeat`): without `watch` for models
-    whose code treats blocks of one kind alike, with it for any. `decompose` cuts collectives into
-    sends under partial matmuls.
+    whose code treats blocks of one kind alike, with it for any; with `copies` for blocks that were
+    made as copies. `decompose` cuts collectives into sends under partial matmuls.
     Matmuls of the types in `wide_sums` are added to float32 buffers unrounded (`graphs.wide_sums`);
     without `fused_sums` no matmul adds to a buffer itself, as in autograd.
     With `watch` strands know what the forward read of Python.
@@ -241,7 +242,7 @@ def build_strands(
     check_parameters(module)
     example = tuple(without_overlap(tensor) for tensor in example)
     if repeat:
-        chunk, _, reason = trace_repeated(module, example, watch=watch)
+        chunk, _, reason = trace_repeated(module, example, watch=watch, copies=copies)
     else:
         chunk, reason = trace_chunk(module, example, watch=watch), ""
     reads, wanted = chunk.reads, chunk.results

@@ -46,7 +46,8 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
             dtype = DTYPES[config.train.dtype]
             built, device = with_few_layers(config), torch.device("cpu")
             module = build_module(built, meshes, vocab_size, device, dtype)
-            if built.model.layers < config.model.layers:
+            copies = built.model.layers < config.model.layers
+            if copies:
                 deepen(module.get_submodule("model"), config.model.layers)
             shape = (
                 config.train.micro_batch_size,
@@ -65,6 +66,7 @@ def trace_fake(config: RunConfig, cluster: Cluster | None = None) -> Candidates:
                 else data_layout(module, config.parallel, meshes, reduce_dtype),
                 recompute=policy_of(config.train),
                 repeat=True,
+                copies=copies,
             )
             staged = gathered_in_stage(config.parallel, module, meshes)
 
