@@ -79,11 +79,6 @@ class StreamWatch:
             thread.join()
             self._noted.clear()
 
-    def abort(self) -> None:
-        """Give up what is under way on this rank; the groups can not be used any more."""
-        for group in self._groups:
-            group.abort()
-
     def _look(self) -> None:
         since = asked = time.monotonic()
         while not self._over.wait(_LOOK_S):
@@ -108,5 +103,7 @@ class StreamWatch:
         return moved or not self._noted
 
     def _end(self, reason: str) -> None:
+        """Give up what is under way on this rank; the groups can not be used any more."""
         self.late = Late(self._noted[0][1], reason)
-        self.abort()
+        for group in self._groups:
+            group.abort()
