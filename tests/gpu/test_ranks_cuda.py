@@ -36,6 +36,7 @@ from interlace.step import Step
 from interlace.train.gradient_check import check_gradients
 from interlace.train.opening import open_session
 from interlace.train.rank_job import job_of_rank
+from interlace.train.session import Session
 
 RANKS = 2
 LIMIT_S = 300
@@ -113,59 +114,51 @@ def bits(step: Step, batches: Sequence[Batch], recorder: Recorder | None) -> lis
     return [x.clone() for x in (*losses, *sums)]
 
 
-def steps(config: RunConfig = LARGE) -> list[str]:
-    """A rank: how bits of a step depend on the way in which it runs; they do not."""
-    with process_group(config.link, config.watchdog):
+def ways(session: Session, batches: Sequence[Batch]) -> list[str]:
+    """How bits of a step depend on the way in which it runs; they do not."""
+    one, two = session.runners["1"], session.runners["2"]
+    assert isinstance(one, Step)
+    assert isinstance(two, Step)
+    clock, graphs = clock_for(session.device.type), two.strands.op_graphs
+    wanted = bits(one, batches, None)
+    found = {
+        "one strand again": bits(one, batches, None),
+        "two strands": bits(two, batches, None),
+        "two strands, recorded": bits(two, batches, Recorder(graphs, clock)),
+        "one strand, poisoned": bits(one, batches, Poisoning(graphs, clock)),
+        "two strands, poisoned": bits(two, batches, Poisoning(graphs, clock)),
+    }
+    return [
+        f"{name}: {index} of {len(wanted)} differs"
+        for name, values in found.items()
+        for index, (x, y) in enumerate(zip(wanted, values, strict=True))
+        if not torch.equal(x, y)
+    ]
+
+
+def opened(config: RunConfig) -> tuple[Session, list[Batch]]:
+    """A session, and micro-batches of a step."""
+    session = open_session(job_of_rank(config))
+    source = session.batches()
+    return session, [session.move(next(source)) for _ in range(config.train.micro_batches)]
+
+
+def steps() -> list[str]:
+    """A rank: a step of bfloat16 whose transfers are long, planned from measured times."""
+    with process_group(LARGE.link, LARGE.watchdog):
         check_agreement(environment_fields())
-        session = open_session(job_of_rank(config))
-        source = session.batches()
-        batches = [session.move(next(source)) for _ in range(config.train.micro_batches)]
-        one, two = session.runners["1"], session.runners["2"]
-        assert isinstance(one, Step)
-        assert isinstance(two, Step)
-        clock, graphs = clock_for(session.device.type), two.strands.op_graphs
-        wanted = bits(one, batches, None)
-        found = {
-            "one strand again": bits(one, batches, None),
-            "two strands": bits(two, batches, None),
-            "two strands, recorded": bits(two, batches, Recorder(graphs, clock)),
-            "one strand, poisoned": bits(one, batches, Poisoning(graphs, clock)),
-            "two strands, poisoned": bits(two, batches, Poisoning(graphs, clock)),
-        }
-        return [
-            f"{name}: {index} of {len(wanted)} differs"
-            for name, values in found.items()
-            for index, (x, y) in enumerate(zip(wanted, values, strict=True))
-            if not torch.equal(x, y)
-        ]
+        return ways(*opened(LARGE))
 
 
 def layouts() -> list[str]:
-    """A rank: layouts whose gradients are not eager PyTorch's, or whose strands differ in bits."""
+    """A rank: ways to lay a model out. Raises if gradients are not those of eager PyTorch."""
     faults = []
     with process_group(LARGE.link, LARGE.watchdog):
         for name, config in LAYOUTS.items():
-            session = open_session(job_of_rank(config))
-            source = session.batches()
-            batches = [session.move(next(source)) for _ in range(config.train.micro_batches)]
+            session, batches = opened(config)
             text, _ = check_gradients(session, batches)
-            one, two = session.runners["1"], session.runners["2"]
-            assert isinstance(one, Step)
-            assert isinstance(two, Step)
-            clock, graphs = clock_for(session.device.type), two.strands.op_graphs
-            wanted = bits(one, batches, None)
-            found = {
-                "two strands": bits(two, batches, None),
-                "recorded": bits(two, batches, Recorder(graphs, clock)),
-                "poisoned": bits(two, batches, Poisoning(graphs, clock)),
-            }
-            faults += [
-                f"{name}, {way}: {index} differs"
-                for way, values in found.items()
-                for index, (x, y) in enumerate(zip(wanted, values, strict=True))
-                if not torch.equal(x, y)
-            ]
             print(name, text.splitlines()[-1], flush=True)
+            faults += [f"{name}, {each}" for each in ways(session, batches)]
     return faults
 
 
