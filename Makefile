@@ -34,7 +34,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 check: lint ## before each commit: lint, types, layers, fast tests
-	$(BIN)/python -m pytest -q -n $(WORKERS) tests/pure tests/oracle
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/pure tests/oracle tests/cli/test_gpu_check.py
 
 test: lint ## everything that continuous integration runs: WORKERS (2) files at a time, then those that count seconds
 	$(call tests,and not wide)

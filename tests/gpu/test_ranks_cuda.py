@@ -143,11 +143,11 @@ def opened(config: RunConfig) -> tuple[Session, list[Batch]]:
     return session, [session.move(next(source)) for _ in range(config.train.micro_batches)]
 
 
-def steps() -> list[str]:
+def steps(config: RunConfig = LARGE) -> list[str]:
     """A rank: a step of bfloat16 whose transfers are long, planned from measured times."""
-    with process_group(LARGE.link, LARGE.watchdog):
+    with process_group(config.link, config.watchdog):
         check_agreement(environment_fields())
-        return ways(*opened(LARGE))
+        return ways(*opened(config))
 
 
 def layouts() -> list[str]:
