@@ -52,7 +52,6 @@ WAYS = (
     (SIGNAL + OURS, "zb_v", "signal", "auto"),
 )
 """Name, schedule, whether transfers block, run beside compute or carry nothing, and strategy."""
-_RATE = "200mbit"
 _HOSTS, _RANKS_OF_HOST = 2, 2
 
 
@@ -68,8 +67,9 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     rows = [row for case in cases for row in rows_of(case, measure(case))]
     print(bench_table([asdict(row) for row in rows]))
     if json_path is not None:
+        rates = ", ".join(f"{case.rate} ({case.name})" for case in cases)
         link = (
-            f"lab link of {_RATE} between hosts; {EMULATED}: matmuls, convolutions and attention "
+            f"lab links between hosts: {rates}; {EMULATED}: matmuls, convolutions and attention "
             "sleep for their FLOPs"
         )
         write_json(json_path, "stage_transfers", environment(link), rows)
@@ -90,7 +90,9 @@ def measure(case: StageCase) -> dict[str, Any]:
             str(told),
             str(result),
         ]
-        code = hosts.run_in_lab(command, hosts=_HOSTS, ranks_per_host=_RANKS_OF_HOST, rate=_RATE)
+        code = hosts.run_in_lab(
+            command, hosts=_HOSTS, ranks_per_host=_RANKS_OF_HOST, rate=case.rate
+        )
         if code:
             raise RunError(
                 f"the ranks of the bench ended with exit code {code}",

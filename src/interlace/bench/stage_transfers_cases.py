@@ -83,6 +83,9 @@ class StageCase:
     samples: int
     """Sequences or images of a micro-batch."""
     repeats: int
+    rate: str
+    """Of the link between the hosts. Compute is as much slower as transfers are, so that the share
+    stays, and what four ranks on two cores do beside it weighs less on a slow link."""
 
     @property
     def name(self) -> str:
@@ -104,19 +107,24 @@ class StageCase:
 
 FULL = (
     StageCase(
-        model="gpt", layouts=("tp", "tp"), micro_batches=4, samples=4, repeats=6
+        model="gpt", layouts=("tp", "tp"), micro_batches=4, samples=4, repeats=6,
+        rate="200mbit",
     ),
     StageCase(
-        model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=6
+        model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=6,
+        rate="200mbit",
     ),
     StageCase(
         model="u_transformer", layouts=("dp_replicate", "dp_replicate"), micro_batches=32,
-        samples=64, repeats=4,
+        samples=64, repeats=3, rate="64mbit",
     ),
 )  # fmt: skip
 """GPT of 4 blocks 256 wide on 128 tokens, a U-Transformer of 32 channels on images of 8 x 8: length
 over width and pixels over channels are the paper's, so operators have its shares of the FLOPs."""
 QUICK = (
-    StageCase(model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=2),
-)
+    StageCase(
+        model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=2,
+        rate="200mbit",
+    ),
+)  # fmt: skip
 """One case, under two minutes."""
