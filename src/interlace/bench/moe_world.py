@@ -64,7 +64,9 @@ from interlace.train.step_runners import planned_step
 from interlace.train.weights import MasterWeights
 
 _PROFILED = 3
-"""Runs of the graphs whose times a plan is made from; as many are timed again behind the steps."""
+"""Runs of the graphs whose times a plan is made from; as many are timed again in each turn."""
+_PROFILE = "profile"
+"""The turn in which they are."""
 _COMPARED = 4
 """Micro-batches of the steps whose gradients are compared: the first, the last, and two beside each
 other."""
@@ -117,7 +119,8 @@ class MoeWays:
     def use(self, routing: str) -> None:
         """Plan for this routing and the link as it is. Collective."""
         self.batches = self._batches(routing)
-        costs = self.profile()
+        with self.emulated():
+            costs = self.profile()
         for name in (TWO, BOTH):
             self.plans[name] = make_plan(self.strands[name].op_graphs, costs, "merge")
         self.plans[FIXED] = fixed_plan(self.strands[FIXED].op_graphs)
@@ -127,11 +130,14 @@ class MoeWays:
 
     def profile(self) -> CostTable:
         """Times of operators and exchanges, as they are now. Collective."""
-        with self.emulated():
-            return profile_strands(
-                self.both, self.batches[0], "cpu", self._constants, repeats=_PROFILED,
-                machine="bench",
-            )  # fmt: skip
+        return profile_strands(
+            self.both, self.batches[0], "cpu", self._constants, repeats=_PROFILED, machine="bench"
+        )
+
+    def profile_again(self, _batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+        """A turn in which nothing is run but the profile."""
+        self.profiles.append(self.profile())
+        return {}
 
     def _batches(self, routing: str) -> list[Batch]:
         return micro_batches(self.size, dist.get_rank(), routing)
@@ -164,8 +170,8 @@ class MoeWays:
         return eager if name == EAGER else planned
 
     def predicted_ns(self, name: str) -> float:
-        """The simulator's step, from the times before the steps and from those behind them: the
-        mean, as a shared machine gets faster and slower over the minutes between."""
+        """The simulator's step, from the times before the steps and those of each turn: the mean,
+        as a shared machine gets faster and slower over the minutes."""
         graphs, count, plan = self.strands[name].op_graphs, len(self.batches), self.plans[name]
         return mean(simulate_step(plan, graphs, each, count).length_ns for each in self.profiles)
 
@@ -181,12 +187,14 @@ def measure_routing(ways: MoeWays, routing: str) -> dict[str, Any]:
     others = (EAGER, GROUPS, BOTH)
     check_bits({name: run for name, run in runs.items() if name not in others}, compared)
     with ways.emulated() as forget:
-        timed = {name: partial(_afresh, run, forget) for name, run in runs.items()}
-        times = take_turns(timed, ways.batches, size.repeats)
+        timed: dict[str, StepFunction] = {
+            name: partial(_afresh, run, forget) for name, run in runs.items()
+        }
+        timed[_PROFILE] = ways.profile_again
+        turns = take_turns(timed, ways.batches, size.repeats, warm_up=1)
     records = {name: ways.recorded(name, size.recorded) for name in ways.steps}
-    ways.profiles.append(ways.profile())
     return {
-        "times": times,
+        "times": {name: turns[name] for name in runs},
         "records": records,
         "predicted_ns": {name: ways.predicted_ns(name) for name in ways.steps},
         "load": _load(size, ways.batches),

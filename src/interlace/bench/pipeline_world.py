@@ -166,14 +166,18 @@ def check_same(ways: Mapping[str, StepFunction], batches: Sequence[Batch]) -> No
 
 
 def take_turns(
-    ways: Mapping[str, StepFunction], batches: Sequence[Batch], repeats: int
+    ways: Mapping[str, StepFunction],
+    batches: Sequence[Batch],
+    repeats: int,
+    warm_up: int = _WARM_UP,
 ) -> dict[str, list[int]]:
-    """ns of each step of each way, from the first rank's start to the last one's end."""
+    """ns of each step of each way, from the first rank's start to the last one's end, behind
+    `warm_up` turns."""
     times: dict[str, list[int]] = {name: [] for name in ways}
-    for repeat in range(_WARM_UP + repeats):
+    for repeat in range(warm_up + repeats):
         for name, way in ways.items():
             took = _timed(way, batches)
-            if repeat >= _WARM_UP:
+            if repeat >= warm_up:
                 times[name].append(took)
     return times
 
