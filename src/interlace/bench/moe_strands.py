@@ -7,10 +7,10 @@ long compute and all-to-all take; from that follows the rate of the link at whic
 long with balanced routing. Other weights lie whole on all ranks, and their gradients are summed
 once a step. Routing is balanced, or skewed by Zipf's law over experts, of which the first rank
 holds the most popular ones. All ways take turns step by step in one run; a step is all
-micro-batches and the sums over ranks, without the optimizer. The first steps of each way are not
+micro-batches and the sums over ranks, without the optimizer. The first step of each way is not
 counted. All-to-alls run whole, but for two of the ways: in `groups` a step of one strand cuts each
 into two, by groups of experts; in `both` only the first forward and the last backward do, and all
-other passes are two strands.
+other passes are two strands. In each turn operators are timed again, for predictions.
 """
 
 import json
