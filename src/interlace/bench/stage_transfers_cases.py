@@ -83,7 +83,7 @@ class StageCase:
     samples: int
     """Sequences or images of a micro-batch."""
     repeats: int
-    rate: str
+    rate: str = "200mbit"
     """Of the link between the hosts. Compute is as much slower as transfers are, so that the share
     stays, and what four ranks on two cores do beside it weighs less on a slow link."""
 
@@ -107,12 +107,10 @@ class StageCase:
 
 FULL = (
     StageCase(
-        model="gpt", layouts=("tp", "tp"), micro_batches=4, samples=4, repeats=6,
-        rate="200mbit",
+        model="gpt", layouts=("tp", "tp"), micro_batches=4, samples=4, repeats=6
     ),
     StageCase(
-        model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=6,
-        rate="200mbit",
+        model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=6
     ),
     StageCase(
         model="u_transformer", layouts=("dp_replicate", "dp_replicate"), micro_batches=32,
@@ -122,9 +120,6 @@ FULL = (
 """GPT of 4 blocks 256 wide on 128 tokens, a U-Transformer of 32 channels on images of 8 x 8: length
 over width and pixels over channels are the paper's, so operators have its shares of the FLOPs."""
 QUICK = (
-    StageCase(
-        model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=2,
-        rate="200mbit",
-    ),
-)  # fmt: skip
+    StageCase(model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=2),
+)
 """One case, under two minutes."""
