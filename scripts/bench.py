@@ -40,7 +40,7 @@ BENCHES = (
     Bench("simulator", None, links=False),
     Bench("tensor_share", 15, links=True),
     Bench("stage_transfers", 34, links=True),
-    Bench("moe_strands", 22, links=True),
+    Bench("moe_strands", 40, links=True),
 )
 
 
