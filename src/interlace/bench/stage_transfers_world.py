@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -169,12 +170,12 @@ def measure_case(case: StageCase) -> dict[str, Any]:
 
 def _rate(ways: StageWays, pass_ns: float) -> float:
     """The FLOP/s of emulated compute at which forward and backward of a stage take so long, with
-    everything that is real in them, by the shortest of some: other jobs only add to it."""
+    everything that is real in them: the median of some, as that is what steps take."""
     few = ways.batches[:_CHECKED]
 
     def took(rate: float) -> float:
         with emulated_compute(rate):
-            return _agreed(min(_pass_ns(ways.record(PAPER, few)) for _ in range(_RECORDED)))
+            return _agreed(median(_pass_ns(ways.record(PAPER, few)) for _ in range(_RECORDED)))
 
     real, rate = took(_AT_ONCE), _AT_FIRST
     for _ in range(2):
