@@ -26,6 +26,7 @@ pipeline.py            schedules of pipelines on our runtime and on that of PyTo
 pipeline_world.py      its program: one rank that runs steps by all ways, in turns
 pipeline_rivals.py     a step on PyTorch's own pipeline runtime
 searched.py            a pipeline searched for an uneven model, against interleaved 1F1B
+searched_model.py      its model as units, and what they take
 searched_world.py      its program: one rank that runs steps by all ways, in turns
 tensor_share.py        the W shape with two strands against 1F1B, by share of communication
 tensor_share_world.py  its program: one rank that runs steps by all ways, in turns

@@ -38,16 +38,13 @@ _BOUND = 1e-4
 up in other orders."""
 
 
-class BenchBlock(nn.Module):
-    """A block of a GPT: attention and an MLP, each behind a norm."""
+class AttentionPart(nn.Module):
+    """The first half of a block: attention behind a norm, added."""
 
-    def __init__(self, width: int, heads: int, mlp: int = 0) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        mlp = mlp or 4 * width
-        self.heads = heads
-        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.heads, self.norm = heads, nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, mlp), nn.Linear(mlp, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, length, width) to the same."""
@@ -55,8 +52,27 @@ class BenchBlock(nn.Module):
         parts = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = (part.transpose(1, 2) for part in parts.unbind(2))
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.narrow(nn.functional.gelu(self.wide(self.second_norm(x))))
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class MlpPart(nn.Module):
+    """The second half of a block: an MLP behind a norm, added."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, width) to the same."""
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+
+
+class BenchBlock(nn.Sequential):
+    """A block of a GPT: attention and an MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(AttentionPart(width, heads), MlpPart(width, 4 * width))
 
 
 class GptChunk(nn.Module):

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from interlace.bench.decompose_emulated import emulated_compute
 from interlace.bench.pipeline_rivals import build_rival
 from interlace.bench.pipeline_world import (
     LIMIT,
-    BenchBlock,
+    AttentionPart,
     GptChunk,
+    MlpPart,
     StepFunction,
     batches_of,
     check_same,
@@ -33,10 +35,12 @@ from interlace.bench.pipeline_world import (
     step_loss,
     take_turns,
 )
-from interlace.bench.searched import UnevenSize
+from interlace.bench.searched_model import UnevenSize
 from interlace.config import PlanConfig
+from interlace.ir.actions import Direction, Share, Strand
 from interlace.ranks.launched import follow_launcher
 from interlace.runtime.pipeline_record import PipelineRecord
+from interlace.sim.pipeline_step import PipelineCosts
 from interlace.step import Step
 
 _RECORDED = 2
@@ -44,23 +48,25 @@ _RECORDED = 2
 
 
 class UnevenGpt(GptChunk):
-    """Some units of a GPT whose blocks have MLPs of different widths: the embedding, blocks, the
-    head, numbered in this order."""
+    """Some units of a GPT whose blocks have MLPs of different widths: the embedding, halves of
+    blocks, the head, numbered in this order."""
 
     def __init__(self, size: UnevenSize, first: int = 0, last: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)  # every chunk draws the whole model, so that all are parts of one
-        last = size.blocks + 2 if last is None else last
         words = nn.Embedding(size.words, size.width)
-        every = [
-            BenchBlock(size.width, size.heads, mlp=size.mlp(block)) for block in range(size.blocks)
-        ]
+        halves: list[nn.Module] = []
+        for block in range(size.blocks):
+            halves.append(AttentionPart(size.width, size.heads))
+            halves.append(MlpPart(size.width, size.mlp(block)))
         head = nn.Linear(size.width, size.words, bias=False)
+        units = len(halves) + 2
+        last = units if last is None else last
         self.words = words if first == 0 else None
         self.blocks = nn.ModuleDict(
-            {str(k): every[k] for k in range(size.blocks) if first <= k + 1 < last}
+            {str(k): half for k, half in enumerate(halves) if first <= k + 1 < last}
         )
-        self.head = head if last == size.blocks + 2 else None
+        self.head = head if last == units else None
 
 
 def our_way(
@@ -84,7 +90,7 @@ def our_way(
 
 def rival(size: UnevenSize, starts: Sequence[int]) -> StepFunction:
     """PyTorch's interleaved 1F1B with the same cut."""
-    ends = (*starts[1:], size.blocks + 2)
+    ends = (*starts[1:], 2 * size.blocks + 2)
 
     def chunk_of(_size: Mapping[str, int], chunk: int, chunks: int) -> nn.Module:
         assert chunks == len(starts)
@@ -132,6 +138,7 @@ def main(job_path: str, result_path: str) -> int:
             "times": times,
             "predicted": {n: [e.predicted.step_ns for e in own] for n, own in records.items()},
             "measured": {n: [e.measured.step_ns for e in own] for n, own in records.items()},
+            "passes": {name: _passes(own) for name, own in records.items()},
         }
         if dist.get_rank() == 0:
             Path(result_path).write_text(json.dumps(found), encoding="utf-8")
@@ -144,6 +151,29 @@ def main(job_path: str, result_path: str) -> int:
 def _recorded(step: Step, batches: Sequence[tuple[Tensor, ...]], forget: Any) -> PipelineRecord:
     forget()
     return step.record_pipeline(batches)
+
+
+def _passes(records: Sequence[PipelineRecord]) -> list[list[int]]:
+    """By chunk: ns of its forward, gradients of inputs, and of weights, each with what its rank
+    does behind it for messages; means over steps."""
+    kinds = (
+        ("forward_ns", Direction.FORWARD, Share.WHOLE),
+        ("input_ns", Direction.BACKWARD, Share.INPUT),
+        ("weight_ns", Direction.BACKWARD, Share.WEIGHT),
+    )
+
+    def took(costs: PipelineCosts, chunk: int) -> list[int]:
+        return [
+            getattr(costs.chunks[chunk], name)
+            + costs.between_ns.get(Strand(direction, chunk, share).text, 0)
+            for name, direction, share in kinds
+        ]
+
+    count = len(records[0].costs.chunks)
+    return [
+        [round(fmean(each)) for each in zip(*(took(r.costs, chunk) for r in records), strict=True)]
+        for chunk in range(count)
+    ]
 
 
 def _afresh(
