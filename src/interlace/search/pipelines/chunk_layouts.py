@@ -134,22 +134,42 @@ def balanced(problem: PipelineProblem, rank_of: Sequence[int]) -> ChunkLayout:
     return ChunkLayout(tuple(starts), tuple(rank_of))
 
 
+class BusiestRank:
+    """How long the busiest rank of a layout takes at least."""
+
+    def __init__(self, problem: PipelineProblem) -> None:
+        self.done = [0, *accumulate(unit.work_ns for unit in problem.units)]
+        self.forwards = [0, *accumulate(unit.forward_ns for unit in problem.units)]
+        self.count, self.ranks, self.overlap = (
+            problem.micro_batches, problem.ranks, problem.overlap
+        )  # fmt: skip
+
+    @property
+    def share_ns(self) -> float:
+        """A rank's share of all work."""
+        return self.count * self.done[-1] / self.ranks
+
+    def least_ns(self, layout: ChunkLayout) -> float:
+        """No step of this layout is shorter: a rank waits for the forwards before its first chunk,
+        and then has all passes of its chunks to run."""
+        loads, waits = [0] * self.ranks, [-1] * self.ranks
+        ends = (*layout.starts[1:], len(self.done) - 1)
+        for rank, first, last in zip(layout.rank_of, layout.starts, ends, strict=True):
+            loads[rank] += self.done[last] - self.done[first]
+            if waits[rank] < 0:
+                waits[rank] = self.forwards[first]
+        shorter = self.count * (1 - self.overlap)
+        return max(wait + shorter * load for wait, load in zip(waits, loads, strict=True))
+
+
 def evened(
     problem: PipelineProblem, layout: ChunkLayout, draw: Random, exchanges: float
 ) -> ChunkLayout:
     """A layout drawn around this one, whose busiest rank is hardly busier than others: boundaries
     moved, and ranks of two chunks exchanged in such a share of the changes. Only sums of times are
     looked at, so this is much faster than to simulate."""
-    done = [0, *accumulate(unit.work_ns for unit in problem.units)]
-    count = len(layout.starts)
-
-    def busiest(starts: Sequence[int], rank_of: Sequence[int]) -> int:
-        loads = [0] * problem.ranks
-        for rank, (first, last) in zip(rank_of, pairwise((*starts, len(done) - 1)), strict=True):
-            loads[rank] += done[last] - done[first]
-        return max(loads)
-
-    now = best = (busiest(layout.starts, layout.rank_of), layout)
+    clock, count = BusiestRank(problem), len(layout.starts)
+    now = best = (clock.least_ns(layout), layout)
     tries = _EVENING * len(problem.units)
     for step in range(tries):
         starts, rank_of = list(now[1].starts), list(now[1].rank_of)
@@ -158,11 +178,12 @@ def evened(
             rank_of[first], rank_of[second] = rank_of[second], rank_of[first]
         elif count > 1:
             starts[draw.randrange(1, count)] += draw.choice((-2, -1, 1, 2))
-            if not all(a < b for a, b in pairwise((*starts, len(done) - 1))):
+            if not all(a < b for a, b in pairwise((*starts, len(problem.units)))):
                 continue
-        load = busiest(starts, rank_of)
-        if load <= now[0] + _UNEVEN * (1 - step / tries) * done[-1] / problem.ranks:
-            now = load, ChunkLayout(tuple(starts), tuple(rank_of))
+        drawn = ChunkLayout(tuple(starts), tuple(rank_of))
+        least_ns = clock.least_ns(drawn)
+        if least_ns <= now[0] + _UNEVEN * (1 - step / tries) * clock.share_ns:
+            now = least_ns, drawn
             best = min(best, now, key=lambda each: each[0])
     return best[1]
 

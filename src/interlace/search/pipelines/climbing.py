@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from random import Random
 
-from interlace.search.pipelines.chunk_layouts import ChunkLayout
+from interlace.search.pipelines.chunk_layouts import BusiestRank, ChunkLayout
 from interlace.search.pipelines.greedy_orders import Rules, greedy_order
 from interlace.search.pipelines.model_units import PipelineProblem
 from interlace.search.pipelines.step_clock import PassLists, StepClock
@@ -73,6 +73,7 @@ def climb(problem: PipelineProblem, start: Candidate, tries: int, draw: Random) 
     """The best of so many changes, one after the other."""
     assert start.rules is not None
     best, now, rules = start, start, start.rules
+    busiest = BusiestRank(problem)
 
     def score(found: Candidate) -> float:
         return found.length_ns * (1 + _MEMORY * found.peak_bytes / max(1, start.peak_bytes))
@@ -81,11 +82,9 @@ def climb(problem: PipelineProblem, start: Candidate, tries: int, draw: Random) 
         longest = start.length_ns * _WORSE * (1 - done / tries)
         layout, changed = now.layout, rules
         way = draw.random()
-        if way < _LAYOUTS:
-            layout = _moved(layout, problem, draw)
-        elif way < _LAYOUTS + _BOTH:
-            layout, changed = _moved(layout, problem, draw), _ruled_otherwise(rules, problem, draw)
-        else:
+        if way < _LAYOUTS + _BOTH:
+            layout = _promising(layout, problem, busiest, now.length_ns + longest, draw)
+        if way >= _LAYOUTS:
             changed = _ruled_otherwise(rules, problem, draw)
         if (layout, changed) == (now.layout, rules):
             continue
@@ -124,6 +123,30 @@ def trimmed(problem: PipelineProblem, start: Candidate) -> Candidate:
 
 _LAYOUTS, _BOTH = 0.45, 0.1
 """Shares of changes that move chunks, and that change rules as well; a choice."""
+
+
+def _promising(
+    layout: ChunkLayout,
+    problem: PipelineProblem,
+    busiest: BusiestRank,
+    most_ns: float,
+    draw: Random,
+) -> ChunkLayout:
+    """A layout some moves away whose busiest rank leaves room for a step of `most_ns`; the same
+    where few draws find none. Of moves of one boundary most make a rank too busy, and are not worth
+    a step."""
+    for _ in range(_DRAWS):
+        other = layout
+        for _ in range(draw.randint(1, _MOVES)):
+            other = _moved(other, problem, draw)
+        if other != layout and busiest.least_ns(other) <= most_ns:
+            return other
+    return layout
+
+
+_DRAWS, _MOVES = 50, 4
+"""Layouts that are drawn for one that is tried, and the most moves of each; a choice. To draw 50
+takes about as long as to time one step."""
 
 
 def _moved(layout: ChunkLayout, problem: PipelineProblem, draw: Random) -> ChunkLayout:
