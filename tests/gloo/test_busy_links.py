@@ -48,10 +48,15 @@ MOE = (
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CostTable]:
-    """The table of these operators, where a short transfer takes so long beside a long one."""
+    """The table of these operators, where a short transfer takes so long beside a long one, and
+    rows so long right behind rows."""
 
-    def table(operators: tuple[Operator, ...], beside_ns: int, behind_ns: int = 0) -> CostTable:
-        monkeypatch.setattr(start_up, "burst_ns", lambda _, key: behind_ns if key == "rows" else 0)
+    def table(
+        operators: tuple[Operator, ...], beside_ns: int, in_a_row_ns: int = ROWS_NS
+    ) -> CostTable:
+        monkeypatch.setattr(
+            start_up, "in_a_row_ns", lambda _, key: in_a_row_ns if key == "rows" else SUM_NS
+        )
         monkeypatch.setattr(start_up, "beside_ns", lambda *_: beside_ns)
         monkeypatch.setattr(start_up, "quickest_ns", lambda *_: COUNTS_NS)
         alone = {"rows": ROWS_NS, "counts": COUNTS_NS, "sum": SUM_NS}
@@ -64,7 +69,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CostTable]:
 
 def test_counts_stand_behind_rows(measured: Callable[..., CostTable]) -> None:
     """They waited for a third of the rows, and so keep their time alone and stand in the queue."""
-    table = measured(MOE, COUNTS_NS + ROWS_NS // 3, 2_000_000)
+    table = measured(MOE, COUNTS_NS + ROWS_NS // 3, ROWS_NS + 2_000_000)
     assert table.queues == {"ep_counts": "ep"}
     assert table.behind_ns == {"rows": 2_000_000}
     assert table.operators["counts"].solo_ns == COUNTS_NS
@@ -78,6 +83,11 @@ def test_counts_whose_packets_take_turns_with_rows(measured: Callable[..., CostT
     assert not table.queues
     assert not table.behind_ns
     assert table.operators["counts"].solo_ns == 2 * COUNTS_NS
+
+
+def test_rows_that_are_not_longer_behind_others(measured: Callable[..., CostTable]) -> None:
+    """In the profiled step they also took what the other rank was late by: nothing is added."""
+    assert not measured(MOE, 2 * COUNTS_NS, ROWS_NS - 1_000_000).behind_ns
 
 
 def test_a_lane_with_long_transfers_of_its_own_has_its_own_queue(

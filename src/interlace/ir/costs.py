@@ -163,7 +163,7 @@ class Contention:
     which they were started, and do not share bandwidth."""
     behind_ns: Mapping[str, int] = field(default_factory=dict)
     """Key of a collective -> by how much it takes longer right behind another transfer of its link
-    than after a pause; after a shorter pause, less by as much as that lasted."""
+    than alone in a step; after a pause, less by as much as that lasted."""
 
     @property
     def is_none(self) -> bool:

@@ -5,7 +5,6 @@ repeated follows from times that ranks have averaged. Alone and together alterna
 machine that gets slower changes all of them alike.
 """
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
@@ -31,8 +30,6 @@ from interlace.measure.stopwatch import (
 from interlace.ranks.small_collectives import largest, mean
 from interlace.runtime.recorder import Clock
 
-PAUSE_S = 0.05
-"""Seconds that a link rests before a burst; a choice."""
 COVER = 1.5
 """How many times longer than its transfer alone the compute of a pair lasts, so that it covers the
 transfer even if compute slows that down; a choice."""
@@ -102,16 +99,14 @@ def copy_ns(clock: Clock, device: torch.device, size: int) -> int:
 
 
 @torch.no_grad()
-def burst_ns(clock: Clock, collective: CollectiveCall) -> int:
-    """By how much a transfer right behind another takes longer than one after a pause: what the
-    bucket of a shaped link, or a buffer on the way, takes at once."""
+def in_a_row_ns(clock: Clock, collective: CollectiveCall) -> int:
+    """Time of a transfer right behind others like it, when what a shaped link's bucket, or a buffer
+    on the way, takes at once is used up; the fastest rank's."""
     samples = []
     for _ in range(FEWEST_ROUNDS):
-        time.sleep(PAUSE_S)
-        first, *later = back_to_back_ns(clock, collective.starts(4))
-        samples.append({"first": first, "later": median(later)})
-    times = _quiet(clock, samples, fastest=("first", "later"))
-    return max(0, times["later"] - times["first"])
+        _, *later = back_to_back_ns(clock, collective.starts(4))
+        samples.append({"ns": median(later)})
+    return _quiet(clock, samples, fastest=("ns",))["ns"]
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from interlace.ir.noise import excess_of_oef, excess_of_spread
 from interlace.ir.timeline import Timeline
 from interlace.measure.alone import measure
 from interlace.measure.operands import Capture
-from interlace.measure.pairs import beside_ns, burst_ns, measure_pair, quickest_ns
+from interlace.measure.pairs import beside_ns, in_a_row_ns, measure_pair, quickest_ns
 from interlace.measure.repeats import least_noisy
 from interlace.runtime.executor import Batch, StepExecutor, lower_plan
 from interlace.runtime.recorder import Clock, Recorder, clock_for
@@ -162,7 +162,8 @@ def on_busy_links(profiler: Profiler, table: CostTable) -> CostTable:
     others = {key for key in lane if lane[key] != lane[most]}
     small = sorted((others & packet) | (others - set(keys)))
     calls = profiler.capture([*keys, *small]).collectives
-    behind = {key: burst_ns(profiler.clock, calls[key]) for key in keys if key not in packet}
+    in_a_row = {key: in_a_row_ns(profiler.clock, calls[key]) for key in keys if key not in packet}
+    behind = {key: ns - table.operators[key].solo_ns for key, ns in in_a_row.items()}
     beside = {key: beside_ns(profiler.clock, calls[most], calls[key]) for key in small}
     waits = {key: beside[key] - quickest_ns(profiler.clock, calls[key]) for key in small}
     all_small = {lane[key] for key in small} - {lane[key] for key in set(lane) - set(small)}
@@ -179,7 +180,7 @@ def on_busy_links(profiler: Profiler, table: CostTable) -> CostTable:
         table,
         operators=operators,
         queues=dict.fromkeys(sorted(queued), lane[most]),
-        behind_ns={key: ns for key, ns in behind.items() if ns},
+        behind_ns={key: ns for key, ns in behind.items() if ns > 0},
     )
 
 
