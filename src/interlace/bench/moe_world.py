@@ -58,7 +58,7 @@ from interlace.ranks.launched import follow_launcher
 from interlace.runtime.candidates import with_ends
 from interlace.runtime.traced_strands import build_strands
 from interlace.search.planner import make_plan
-from interlace.sim.simulated_step import simulate_step
+from interlace.sim.expected_step import expected_step_ns
 from interlace.step import Step
 from interlace.train.step_runners import planned_step
 from interlace.train.weights import MasterWeights
@@ -173,7 +173,7 @@ class MoeWays:
         """The simulator's step, from the times before the steps and those of each turn: the mean,
         as a shared machine gets faster and slower over the minutes."""
         graphs, count, plan = self.strands[name].op_graphs, len(self.batches), self.plans[name]
-        return mean(simulate_step(plan, graphs, each, count).length_ns for each in self.profiles)
+        return mean(expected_step_ns(plan, graphs, each, count) for each in self.profiles)
 
 
 def measure_routing(ways: MoeWays, routing: str) -> dict[str, Any]:

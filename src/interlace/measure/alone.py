@@ -15,7 +15,7 @@ import torch.distributed as dist
 from interlace.ir.costs import CostTable, cost_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.timeline import WAIT, Timeline
-from interlace.measure.repeats import spread, typical
+from interlace.measure.repeats import of_places, typical
 from interlace.ranks.small_collectives import largest, mean
 
 WARM_UP = 2
@@ -54,7 +54,7 @@ class Samples:
 
     solo: dict[str, float]
     spreads: dict[str, float]
-    """Interquartile ranges."""
+    """Interquartile ranges over repeats."""
     issue: float
     """For which starting a collective held the compute lane; 0 if none was started."""
 
@@ -64,7 +64,7 @@ def sampled(
 ) -> Samples:
     """What this rank sees in so many runs. The ranks of the collectives in `graphs` run at the same
     time, and no others."""
-    samples: dict[str, list[int]] = {}
+    samples: dict[str, dict[tuple[str, str], list[int]]] = {}
     issues: list[int] = []
     for repeat in range(WARM_UP + repeats):
         timeline = run_once()
@@ -77,11 +77,13 @@ def sampled(
             if span.lane != op.lane:
                 issues.append(span.duration_ns)
             else:
-                samples.setdefault(op.key, []).append(
+                places = samples.setdefault(op.key, {})
+                places.setdefault((span.strand, span.name), []).append(
                     span.end_ns - (span.issue_ns if op.is_collective else span.start_ns)
                 )
+    found = {key: of_places(list(places.values())) for key, places in samples.items()}
     return Samples(
-        {key: typical(values) for key, values in samples.items()},
-        {key: spread(values) for key, values in samples.items()},
+        {key: solo for key, (solo, _) in found.items()},
+        {key: spread for key, (_, spread) in found.items()},
         typical(issues) if issues else 0,
     )

@@ -1,8 +1,8 @@
 """What repeats of a measurement say: a typical value, its spread, and whether to measure again."""
 
 from collections.abc import Callable, Sequence
-from math import ceil
-from statistics import fmean, quantiles
+from math import ceil, sqrt
+from statistics import fmean, median, quantiles
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -44,3 +44,19 @@ def spread(samples: Sequence[float]) -> float:
         return 0.0
     low, _, high = quantiles(samples, n=4, method="inclusive")
     return high - low
+
+
+def of_places(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Typical value and spread of one thing that is done at several places of a step, given the
+    repeats at each. Places may be unlike each other: a layer whose experts get more rows takes
+    longer every time. So nothing is an outlier because of its place, and the spread is that over
+    repeats, which is put right for its mean: n repeats lie sqrt((n - 1) / n) closer to their own.
+    """
+    middles = [median(repeats) for repeats in samples]
+    rest = [each - m for repeats, m in zip(samples, middles, strict=True) for each in repeats]
+    around = [
+        (each - fmean(repeats)) * sqrt(len(repeats) / max(1, len(repeats) - 1))
+        for repeats in samples
+        for each in repeats
+    ]
+    return fmean(middles) + typical(rest), spread(around)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from interlace.errors import InputError
 from interlace.ir.costs import CostTable
@@ -17,6 +17,7 @@ from interlace.search.memory import peak_bytes, step_peak_bytes
 from interlace.search.planner import SEARCHES, make_plan
 from interlace.search.problem import MemoryLimits, Problem
 from interlace.search.step_bounds import step_bound_ns
+from interlace.sim.expected_step import expected_step_ns
 from interlace.sim.lanes import simulate
 from interlace.sim.simulated_step import simulate_step
 
@@ -156,12 +157,13 @@ def plan_figures(
         phases[name] = _figures(timelines[name], lower_bound_ns(problem), peak)
     peak = step_peak_bytes(plan, strands, micro_batches=micro_batches)
     step = simulate_step(plan, strands, costs, micro_batches, brief=True)
+    expected = expected_step_ns(plan, strands, costs, micro_batches, of_means_ns=step.length_ns)
     bound = step_bound_ns(strands, costs, micro_batches)
     return PlanFigures(
         plan=plan,
         micro_batches=micro_batches,
         phases=phases,
-        step=_figures(step, bound, peak),
+        step=replace(_figures(step, bound, peak), predicted_ns=round(expected)),
         timelines=timelines,
     )
 

@@ -4,7 +4,7 @@ A collective that one action issues may end in the next one, so a step is a litt
 the sum of its phases. Gradient clipping and the optimizer are not part of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from interlace.ir.actions import Action, label_of, strand, strands_of
@@ -18,6 +18,10 @@ from interlace.sim.lanes import Rank, RunningTransfer
 
 _Across = dict[tuple[str, str], list[tuple[str, str]]]
 """(graph, operator) -> the operators of other graphs of its micro-batch that it waits for."""
+
+
+Drawn = Callable[[Operator, int], int]
+"""How long an operator takes this time, in ns, given how long it takes on average."""
 
 
 class _Issued(NamedTuple):
@@ -43,10 +47,12 @@ def simulate_step(
     schedule: Schedule | None = None,
     label: str = "predicted",
     brief: bool = False,
+    drawn: Drawn | None = None,
 ) -> Timeline:
     """The timeline of one step of `micro_batches` under `plan`; `graphs` are those of the strands,
     and `schedule` is looked up by the plan's name if it is not given. With `brief` it may lack
-    operators that compute: its length, its collectives and waits are those of the whole."""
+    operators that compute: its length, its collectives and waits are those of the whole. With
+    `drawn` each operator takes what that says, else what it takes on average."""
     schedule = schedule or find(plan.schedule)
     actions = schedule.actions(micro_batches, graphs, head=bool(plan.head))
     phases = {action.phase for action in actions}
@@ -73,10 +79,11 @@ def simulate_step(
             if sources:
                 keys = [(other, index, source) for other, source in sources]
                 rank.wait([flying[key] for key in keys if key in flying])
+            took = drawn(op, ns) if drawn else ns
             if op.is_collective:
-                flying[graph, index, op.id] = rank.collective(op, ns, shown, index)
+                flying[graph, index, op.id] = rank.collective(op, took, shown, index)
             else:
-                rank.compute(op, ns, shown, index)
+                rank.compute(op, took, shown, index)
             if stop:
                 rank.wait(rank.in_flight())
     return Timeline(label, 0, rank.finish())

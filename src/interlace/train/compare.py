@@ -25,6 +25,7 @@ from interlace.runtime.executor import Batch
 from interlace.runtime.peak_memory import Growth, measure_growth
 from interlace.search.memory import step_peak_bytes
 from interlace.search.step_bounds import step_bound_ns
+from interlace.sim.expected_step import expected_step_ns
 from interlace.sim.simulated_step import simulate_step
 from interlace.step import Step
 from interlace.train.optimizer import set_step
@@ -262,8 +263,9 @@ def _predicted(session: Session, mode: Mode) -> dict[str, Any]:
         return counted
     count = session.config.train.micro_batches
     predicted = simulate_step(plan, graphs, costs, count)
+    expected_ns = expected_step_ns(plan, graphs, costs, count, of_means_ns=predicted.length_ns)
     return counted | {
-        "predicted_ms": predicted.length_ns / 1e6,
+        "predicted_ms": expected_ns / 1e6,
         "predicted_hidden_fraction": predicted.hidden_fraction(),
         "bound_ms": step_bound_ns(graphs, costs, count) / 1e6,
     }

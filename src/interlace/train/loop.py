@@ -21,7 +21,7 @@ from interlace.ir.timeline import Timeline
 from interlace.ranks.signals import StopFlag, agreed_with
 from interlace.report.tables import comparison_lines
 from interlace.runtime.executor import Batch
-from interlace.sim.simulated_step import simulate_step
+from interlace.sim.expected_step import expected_step_ns
 from interlace.step import Step
 from interlace.text import bits_per_byte, in_bits
 from interlace.train.checkpointer import Checkpointer
@@ -132,7 +132,7 @@ class Trainer:
         if step.costs is None:
             return ""
         count, graphs = self.config.train.micro_batches, step.strands.op_graphs
-        step_ms = simulate_step(step.plan, graphs, step.costs, count).length_ns / 1e6
+        step_ms = expected_step_ns(step.plan, graphs, step.costs, count) / 1e6
         noisy = ", from noisy times" if noise_of(step.costs) else ""
         return f": {step_ms:.0f} ms predicted for the {count} micro-batches of a step{noisy}"
 
