@@ -91,7 +91,7 @@ def measure(rate: str, *, quick: bool) -> _Times:
         "size": _QUICK if quick else _FULL,
         "schedules": _SCHEDULES,
         "repeats": 3 if quick else 12,
-        "recorded": 2 if quick else 7,
+        "recorded": 2 if quick else 15,
     }
     with tempfile.TemporaryDirectory(prefix="interlace-pipeline-") as folder:
         told, result = Path(folder) / "job.json", Path(folder) / "times.json"
