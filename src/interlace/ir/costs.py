@@ -64,7 +64,7 @@ class OperatorCost:
 
     solo_ns: int
     spread_ns: int
-    """Interquartile range of the samples; 0 where the time was computed."""
+    """Interquartile range over repeats at one place; 0 where the time was computed."""
     kind: Kind
     target: str
     lane: str
