@@ -29,8 +29,9 @@ def expected_step_ns(
     of_means_ns: int | None = None,
 ) -> float:
     """Mean length of simulated steps, in ns. Every operator that is run takes a time from a gamma
-    distribution, which has nothing below 0, with the mean and the standard deviation that were
-    measured for its key; times that were computed do not vary. Equal input gives an equal result.
+    distribution, which has nothing below 0, with the mean that was measured for its key and the
+    standard deviation of a normal one with the measured interquartile range; times that were
+    computed do not vary. Equal input gives an equal result.
 
     A step's length is a convex function of the times (sums, and the later of two), so by Jensen's
     inequality its mean is not below the length for mean times, `of_means_ns`, which is simulated if
