@@ -96,7 +96,7 @@ class Capture(Recorder):
 
     def _step(
         self, node: fx.Node, values: dict[fx.Node, Any], root: Any, micro_batch: Mapping[str, int]
-    ) -> Any:
+    ) -> tuple[Any, Any]:
         graph = self.graphs.get(node.meta.get("strand", ""))
         op = graph.by_id.get(node.meta["name"]) if graph and node.op == "call_function" else None
         if op is not None and op.key in self.wanted:

@@ -249,16 +249,20 @@ class Recorder:
                 continue
             if node.op == "output":
                 return fx.node.map_arg(node.args[0], values.__getitem__)
-            values[node] = self._step(node, values, lowered.module, micro_batch)
+            values[node], event = self._step(node, values, lowered.module, micro_batch)
             for dead in last_use.get(node, ()):
                 del values[dead]
+            if event is not None:
+                self._end(event, values.get(node))
         raise AssertionError("a graph has an output")
 
     def _step(
         self, node: fx.Node, values: dict[fx.Node, Any], root: Any, micro_batch: Mapping[str, int]
-    ) -> Any:
+    ) -> tuple[Any, _Event | None]:
+        """The node's value, and its event, which is to end when what was read last is freed: to
+        give memory back takes the host time, as the operator itself does."""
         if node.op == "get_attr":
-            return getattr(root, str(node.target))
+            return getattr(root, str(node.target)), None
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if self._calls % _HELD_CALLS == 0:
             self.clock.hold(_HELD_CALLS)
@@ -267,17 +271,21 @@ class Recorder:
         graph = strand(part).graph
         event = _Event(node.meta["name"], graph, micro_batch.get(part, 0), self.clock.now())
         result = node.target(*args, **kwargs)  # type: ignore[operator]
-        event.end = self.clock.now()
         event.is_wait = node.target is wait
+        event.is_collective = "collective" in node.meta and not event.is_wait
         if event.is_wait:
             event.name = node.all_input_nodes[0].meta["name"]
-        elif "collective" in node.meta:
-            event.is_collective = True
-            self.clock.after(result, lambda stamp: setattr(event, "done", stamp))
-        elif event.name not in self.graphs[graph].by_id:
-            return result
+        elif not event.is_collective and event.name not in self.graphs[graph].by_id:
+            return result, None
         self.events.append(event)
-        return result
+        return result, event
+
+    def _end(self, event: _Event, result: Any) -> None:
+        """Stamp the end of what the host did for an operator; for a collective that is its start,
+        and its end is stamped when it comes."""
+        event.end = self.clock.now()
+        if event.is_collective:
+            self.clock.after(result, lambda stamp: setattr(event, "done", stamp))
 
     def timeline(self, label: str, rank: int, *, own_names: bool = False) -> Timeline:
         """Everything recorded so far, from time 0. Call after the last wait. Strands are called by
