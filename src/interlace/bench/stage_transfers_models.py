@@ -29,9 +29,9 @@ _SPLITS = {
     ("u_transformer", 2): ("up.2",),
     ("u_transformer", 4): ("middle", "up.2", "up.2.grow"),
 }
-"""With which sub-modules chunks begin, by model and number of chunks. Of the U-Transformer so that
-ranks have 52 and 48 % of the FLOPs either way; with four chunks, folded, the widest skips stay on
-their rank."""
+"""With which sub-modules chunks begin, by model and number of chunks. Ranks have 52 and 48 % of the
+U-Transformer's FLOPs with two chunks, 50.4 and 49.6 % with four, which are folded, so that the
+widest skips stay on their rank."""
 _CHUNKS = {"zb_v": 4}
 """Chunks of a schedule, where they are not two."""
 
