@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from interlace.graphs import collectives
 from interlace.graphs.collectives import Pending, wait
 from interlace.graphs.lower import Lowered
-from interlace.ir.graph import Kind, Operator, OpGraph
+from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
 from interlace.measure import stopwatch
 from interlace.runtime.recorder import Clock, CudaClock, HostClock, Recorder
 
@@ -103,6 +103,7 @@ def lowered(kind: Kind, *, strided: bool, seen: Callable[[], None]) -> tuple[Low
     graph.output((arrived, after))
     for node in graph.nodes:
         node.meta = {"strand": "forward", "name": node.name}
+    started.meta["collective"] = kind
     op = Operator(started.name, kind, "c", "tp", (), (), "key", 8, 8, 0)
     module = fx.GraphModule(nn.Module(), graph)
     return Lowered(module, (), ()), OpGraph("forward", (op,), (), ())
@@ -124,6 +125,45 @@ def test_what_a_collective_reads_lives_until_its_own_wait(
     graph, ops = lowered(kind, strided=strided, seen=lambda: looks.append(flight.alive()))
     Recorder({"forward": ops}, clock).run(graph, [torch.ones(4, 4)], {"forward": 1})
     assert looks == [[True], [False]]
+
+
+class NotingClock(HostClock):
+    """Writes down when it is asked."""
+
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def now(self) -> int:
+        self.notes.append("stamp")
+        return super().now()
+
+
+def test_an_operator_ends_when_what_it_read_last_is_freed() -> None:
+    """To give memory back takes the host time as well, and is no gap between operators."""
+    notes: list[str] = []
+
+    def make(x: Tensor) -> Tensor:
+        made = x + 1
+        weakref.finalize(made, notes.append, "freed")
+        return made
+
+    graph = fx.Graph()
+    batch = graph.placeholder("batch")
+    made = graph.call_function(make, (batch,))
+    read = graph.call_function(torch.ops.aten.neg.default, (made,))
+    graph.output((read,))
+    for node in graph.nodes:
+        node.meta = {"strand": "forward", "name": node.name}
+    ops = [
+        Operator(node.name, Kind.OTHER, node.name, COMPUTE_LANE, (), (), "key", 8, 8, 0)
+        for node in (made, read)
+    ]
+    recorder = Recorder({"forward": OpGraph("forward", tuple(ops), (), ())}, NotingClock(notes))
+    module = fx.GraphModule(nn.Module(), graph)
+    recorder.run(Lowered(module, (), ()), [torch.ones(4)], {"forward": 1})
+    assert notes == ["stamp", "stamp", "stamp", "freed", "stamp"]
+    assert [span.name for span in recorder.timeline("step", 0).spans] == [made.name, read.name]
 
 
 class SlowThread(threading.Thread):
