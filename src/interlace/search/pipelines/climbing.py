@@ -76,7 +76,7 @@ def climb(problem: PipelineProblem, start: Candidate, tries: int, draw: Random) 
     busiest = BusiestRank(problem)
 
     def score(found: Candidate) -> float:
-        return found.length_ns * (1 + _MEMORY * found.peak_bytes / max(1, start.peak_bytes))
+        return found.length_ns * (1 + MEMORY * found.peak_bytes / max(1, start.peak_bytes))
 
     for done in range(tries):
         longest = start.length_ns * _WORSE * (1 - done / tries)
@@ -98,7 +98,7 @@ def climb(problem: PipelineProblem, start: Candidate, tries: int, draw: Random) 
 
 _WORSE = 0.01
 """By how much longer than the first step a change may make it at first; falls to 0. A choice."""
-_MEMORY = 0.003
+MEMORY = 0.003
 """What share of a step's time is worth as much memory as the first pipeline takes; a choice."""
 
 

@@ -2,13 +2,15 @@
 AdaPtis, arXiv 2509.23722).
 
 Layouts with equal work on all ranks are ordered by many rules; the best are improved, layout and
-rules together, then lists pass by pass. The schedules of the package take part with their own
-orders, so no result is longer than the best of them that fits into memory. What is found is
-verified like any schedule.
+rules together, then lists pass by pass: by annealing where numba is installed, many shortly and the
+best for longer, otherwise by a few thousand swaps. The schedules of the package take part with
+their own orders, so no result is longer than the best of them that fits into memory. What is found
+is verified like any schedule.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from random import Random
 
 from interlace.errors import InputError
@@ -43,11 +45,13 @@ from interlace.text import size
 
 TRIES = 6000
 """Changes that are tried by default; a choice. Each takes 1 to 6 ms for 4 ranks, 32 micro-batches
-and up to 12 chunks."""
+and up to 12 chunks; annealing tries a thousand for one of them, which takes as long."""
 _EXCHANGES = (0.0, 0.0, 0.1, 0.1, 0.3)
 """For each layout so many others are drawn, with these shares of exchanged chunks; a choice."""
 _STARTS, _FINALISTS = 6, 3
 """How many pipelines are improved at first, and how many of them further; a choice."""
+_ANNEALED, _AT_ONCE = 16, 1000
+"""How many pipelines are annealed shortly; and changes that annealing tries for one. Choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +103,60 @@ def search_pipeline(problem: PipelineProblem, *, tries: int = TRIES) -> Searched
     starts = sorted(_starts(problem, tried), key=lambda each: each.key)
     if not starts and not seeds:
         raise _too_small(problem, layouts)
+    improve = annealed if can_anneal() else swapped
+    found = improve(problem, starts, seeds, tries, draw)
+    return _checked(problem, joined(problem, found), fixed)
+
+
+def can_anneal() -> bool:
+    """Whether numba is installed, which compiles the loop of annealing."""
+    return find_spec("numba") is not None
+
+
+def annealed(
+    problem: PipelineProblem,
+    starts: Sequence[Candidate],
+    seeds: Sequence[Candidate],
+    tries: int,
+    draw: Random,
+) -> Candidate:
+    """The best of `starts` climbed and annealed shortly, of these and `seeds`, which are schedules
+    of the package, the best for longer."""
+    from interlace.search.pipelines.annealing import anneal  # noqa: PLC0415  numba
+
+    each = tries // (4 * max(1, min(_ANNEALED, len(starts))))
+    climbed = [trimmed(problem, climb(problem, start, each, draw)) for start in starts[:_ANNEALED]]
+    first = [
+        anneal(problem, joined(problem, found), each * _AT_ONCE, number)
+        for number, found in enumerate(_unlike(sorted([*climbed, *seeds], key=_by_key))[:_ANNEALED])
+    ]
+    finalists = sorted([*first, *seeds], key=_by_key)[:_FINALISTS]
+    each = tries // (2 * len(finalists))
+    last = [anneal(problem, found, each * _AT_ONCE, n) for n, found in enumerate(finalists)]
+    return min([*last, *finalists], key=_by_key)
+
+
+def swapped(
+    problem: PipelineProblem,
+    starts: Sequence[Candidate],
+    seeds: Sequence[Candidate],
+    tries: int,
+    draw: Random,
+) -> Candidate:
+    """The best of `starts` climbed, then of them and `seeds` the best with passes swapped."""
     each = tries // (4 * max(1, min(_STARTS, len(starts))))
     first = [climb(problem, start, each, draw) for start in starts[:_STARTS]]
-    first = sorted(first, key=lambda found: found.key)[:_FINALISTS]
+    first = sorted(first, key=_by_key)[:_FINALISTS]
     each = tries // (2 * max(1, len(first)))
     second = [trimmed(problem, climb(problem, found, each, draw)) for found in first]
-    finalists = sorted([*second, *seeds], key=lambda found: found.key)
-    finalists = _unlike(finalists)[:_FINALISTS]
+    finalists = _unlike(sorted([*second, *seeds], key=_by_key))[:_FINALISTS]
     each = tries // (4 * len(finalists))
     last = [swap(problem, joined(problem, found), each, draw) for found in finalists]
-    return _checked(problem, joined(problem, min(last, key=lambda found: found.key)), fixed)
+    return min(last, key=_by_key)
+
+
+def _by_key(found: Candidate) -> tuple[int, int, int]:
+    return found.key
 
 
 def layouts_to_try(problem: PipelineProblem) -> list[ChunkLayout]:
