@@ -13,7 +13,7 @@ from interlace.search.pipelines.model_units import PipelineProblem
 from interlace.search.pipelines.pipeline_search import search_pipeline
 from pipeline_models import problems
 
-FACTOR = 1.25
+FACTOR = 1.1
 """The search may be so much longer than the optimum of a small model."""
 
 
@@ -22,7 +22,7 @@ FACTOR = 1.25
     problem=problems(most_ranks=2, most_units=4, most_micro_batches=3, overlaps=(0.0,)),
 )
 def test_small_models_are_near_their_optimum(problem: PipelineProblem) -> None:
-    """Never shorter than the optimum, at most a quarter longer; and no bound is above it."""
+    """Never shorter than the optimum, at most a tenth longer; and no bound is above it."""
     best = min(optimum(problem, layout) for layout in layouts(problem))
     found = search_pipeline(problem, tries=600)
     assert found.floor_ns <= best <= found.step.step_ns <= FACTOR * best

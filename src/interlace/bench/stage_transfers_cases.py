@@ -114,7 +114,7 @@ FULL = (
     ),
     StageCase(
         model="u_transformer", layouts=("dp_replicate", "dp_replicate"), micro_batches=32,
-        samples=64, repeats=3, rate="64mbit",
+        samples=64, repeats=3, rate="48mbit",
     ),
 )  # fmt: skip
 """GPT of 4 blocks 256 wide on 128 tokens, a U-Transformer of 32 channels on images of 8 x 8: length

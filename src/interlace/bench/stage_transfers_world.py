@@ -42,6 +42,8 @@ _PINGS = 7
 """Messages that are timed, one after the other; the shortest counts."""
 _RECORDED = 3
 """Steps of each of our ways that are recorded."""
+_TIMED, _ROUNDS = 5, 3
+"""Steps whose passes are timed for the rate of compute, and how often it is set again."""
 _CHECKED = 4
 """Micro-batches whose gradients are compared."""
 _AT_FIRST, _AT_ONCE = 1e10, 1e18
@@ -175,10 +177,10 @@ def _rate(ways: StageWays, pass_ns: float) -> float:
 
     def took(rate: float) -> float:
         with emulated_compute(rate):
-            return _agreed(median(_pass_ns(ways.record(PAPER, few)) for _ in range(_RECORDED)))
+            return _agreed(median(_pass_ns(ways.record(PAPER, few)) for _ in range(_TIMED)))
 
     real, rate = took(_AT_ONCE), _AT_FIRST
-    for _ in range(2):
+    for _ in range(_ROUNDS):
         rate *= (took(rate) - real) / max(pass_ns - real, pass_ns / 10)
     return rate
 

@@ -18,7 +18,12 @@ from interlace.schedules.sends_receives import with_messages
 from interlace.schedules.torch_csv import to_csv
 from interlace.search.pipelines.fixed_orders import BALANCED, EQUAL, FixedPipeline
 from interlace.search.pipelines.model_units import PipelineProblem
-from interlace.search.pipelines.pipeline_search import TRIES, SearchedPipeline, search_pipeline
+from interlace.search.pipelines.pipeline_search import (
+    TRIES,
+    WITHOUT_NUMBA,
+    SearchedPipeline,
+    search_pipeline,
+)
 from interlace.search.pipelines.units_file import read_units
 from interlace.text import aligned, milliseconds, percent, size
 
@@ -114,7 +119,7 @@ def searched_page(found: SearchedPipeline) -> str:
         f"no pipeline of these units is shorter than {milliseconds(found.floor_ns)} ms; this one "
         f"takes {milliseconds(step.step_ns)} ms\n"
         f"held and kept on the ranks, at most: {peaks}{limit}\n"
-        f"chunks begin with {split}"
+        f"chunks begin with {split}" + ("" if found.annealed else f"\n\n{WITHOUT_NUMBA}")
     )
 
 
@@ -167,6 +172,7 @@ def as_json(found: SearchedPipeline) -> dict[str, Any]:
         "bubble": found.step.bubble_fraction,
         "peak_bytes": list(found.peak_bytes),
         "origin": found.origin,
+        "annealed": found.annealed,
         "chunks": [
             {"rank": rank, "units": [u.name for u in found.layout.of_chunk(problem.units, chunk)]}
             for chunk, rank in enumerate(found.layout.rank_of)

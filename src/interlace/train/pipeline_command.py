@@ -11,6 +11,7 @@ from interlace.report.stage_tables import stages_json, stages_summary
 from interlace.runtime.memory_limit import constant_bytes, memory_limits
 from interlace.schedules.finder import find, names
 from interlace.schedules.schedule_text import write_schedule
+from interlace.search.pipelines.pipeline_search import WITHOUT_NUMBA, can_anneal
 from interlace.train.fake_trace import describe_model, shape_of, trace_fake
 from interlace.train.plan_costs import OperatorTimes
 from interlace.train.plan_output import give, say, timed, write
@@ -66,6 +67,8 @@ def plan_stages(
     say(f"\n{stages_summary(chosen, steps, count, limit_bytes=limit)}\n")
     if wish is not None:
         say(f'[pipeline]\nschedule = "{output or "FILE.txt"}"  # it says where chunks begin\n')
+        if not can_anneal():
+            say(f"{WITHOUT_NUMBA}\n")
     for reason in left_out.values():
         say(f"left out: {reason}")
     if json is not None:

@@ -70,6 +70,8 @@ class SearchedPipeline:
     """The schedules of the package on the same model."""
     origin: str
     """What the search started from: rules, or a schedule of the package."""
+    annealed: bool
+    """Whether annealing improved it, or swaps alone."""
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -113,6 +115,13 @@ def can_anneal() -> bool:
     return find_spec("numba") is not None
 
 
+WITHOUT_NUMBA = (
+    "the search moved a few hundred passes; with numba it moves millions, in about the same time\n"
+    "hint: pip install 'interlace[search]'"
+)
+"""What is said where `can_anneal` is not."""
+
+
 def annealed(
     problem: PipelineProblem,
     starts: Sequence[Candidate],
@@ -124,15 +133,17 @@ def annealed(
     of the package, the best for longer."""
     from interlace.search.pipelines.annealing import anneal  # noqa: PLC0415  numba
 
-    each = tries // (4 * max(1, min(_ANNEALED, len(starts))))
-    climbed = [trimmed(problem, climb(problem, start, each, draw)) for start in starts[:_ANNEALED]]
-    first = [
-        anneal(problem, joined(problem, found), each * _AT_ONCE, number)
-        for number, found in enumerate(_unlike(sorted([*climbed, *seeds], key=_by_key))[:_ANNEALED])
+    count = max(1, min(_ANNEALED, len(starts)))
+    climbed = [
+        trimmed(problem, climb(problem, start, tries // (4 * count), draw))
+        for start in starts[:count]
     ]
+    drawn = _unlike(sorted([*climbed, *seeds], key=_by_key))[:_ANNEALED]
+    short = tries * _AT_ONCE // (4 * len(drawn))
+    first = [anneal(problem, joined(problem, found), short, n) for n, found in enumerate(drawn)]
     finalists = sorted([*first, *seeds], key=_by_key)[:_FINALISTS]
-    each = tries // (2 * len(finalists))
-    last = [anneal(problem, found, each * _AT_ONCE, n) for n, found in enumerate(finalists)]
+    long = tries * _AT_ONCE // (2 * len(finalists))
+    last = [anneal(problem, found, long, n) for n, found in enumerate(finalists)]
     return min([*last, *finalists], key=_by_key)
 
 
@@ -218,6 +229,7 @@ def _checked(
     return SearchedPipeline(
         problem=problem, layout=found.layout, actions=actions, step=step,
         floor_ns=step_floor_ns(problem), fixed=fixed, origin=found.origin,
+        annealed=can_anneal(),
     )  # fmt: skip
 
 
