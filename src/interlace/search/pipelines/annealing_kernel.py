@@ -62,7 +62,7 @@ def anneal(
     count = len(rank_of)
     chunks, held = np.zeros((7, count), np.int64), np.zeros(len(counts), np.int64)
     ready = np.empty((2, count, micro_batches + 1), np.int64)
-    last, cut = np.zeros(count, np.int64), np.zeros((count, micro_batches + 1), np.bool_)
+    seen = np.zeros((4, count), np.int64)
     state = np.array([np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15)], np.uint64)
     cost_chunks(units, starts, rank_of, everywhere, chunks, held)
     peaks = np.zeros(len(counts), np.int64)
@@ -91,7 +91,7 @@ def anneal(
         else:
             before[: size + 1] = own[: size + 1]
             counts[rank] = change(own, size, overlap > 0, state)
-            if counts[rank] >= 0 and in_order(own, counts[rank], last, cut):
+            if counts[rank] >= 0 and numbered(own, counts[rank], seen):
                 peaks[rank] = held[rank] + peak_bytes(own, counts[rank], chunks)
                 sound = True
         if sound and peaks.max() <= limit:
@@ -183,23 +183,32 @@ def _peaks_of(lists: Array, counts: Array, chunks: Array, held: Array, peaks: Ar
 
 
 @compiled
-def in_order(own: Array, count: int, last: Array, cut: Array) -> bool:
-    """Whether gradients of weights are added in the order of micro-batches, each behind those of
-    its inputs. `last` and `cut`, by chunk and by chunk and micro-batch, are written over."""
-    last[:] = 0
-    cut[:] = False
+def numbered(own: Array, count: int, seen: Array) -> bool:
+    """Number the passes of each chunk and kind as they stand, in place; whether gradients of
+    weights then stand behind those of their inputs, and both halves of a whole backward are due.
+    `seen`, (4, chunks), is written over.
+
+    Micro-batches are alike, so an order in which one overtakes another gains nothing."""
+    seen[:] = 0
     for at in range(count):
-        action = own[at]
+        action, code, shift = own[at], 0, 0
         while action:
             what, chunk = action & 3, action >> CHUNK_AT & CHUNK
-            number = (action & PASS) >> NUMBER_AT
-            if what == I:
-                cut[chunk, number] = True
-            elif what != F:
-                if number != last[chunk] + 1 or (what == W and not cut[chunk, number]):
-                    return False
-                last[chunk] = number
+            if what == B:
+                seen[I, chunk] += 1
+                seen[W, chunk] += 1
+                number = seen[I, chunk]
+                sound = number == seen[W, chunk]
+            else:
+                seen[what, chunk] += 1
+                number = seen[what, chunk]
+                sound = what != W or number <= seen[I, chunk]
+            if not sound:
+                return False
+            code |= (number << NUMBER_AT | chunk << CHUNK_AT | what) << shift
+            shift += SECOND_AT
             action >>= SECOND_AT
+        own[at] = code
     return True
 
 
@@ -293,10 +302,10 @@ def change(own: Array, count: int, overlapped: bool, state: Array) -> int:
 
 @compiled
 def _shift(own: Array, count: int, at: int, to: int) -> int:
-    if to < 0 or to >= count:
+    step = 1 if to > at else -1
+    if to < 0 or to >= count or (at + step == to and _kind(own[at]) == _kind(own[to])):
         return -1
     moved = own[at]
-    step = 1 if to > at else -1
     for place in range(at, to, step):
         own[place] = own[place + step]
     own[to] = moved
@@ -305,8 +314,10 @@ def _shift(own: Array, count: int, at: int, to: int) -> int:
 
 @compiled
 def _exchange(own: Array, count: int, at: int, to: int) -> int:
-    """Two of a kind, of other chunks or micro-batches."""
-    if to >= count or _kind(own[at]) != _kind(own[to]):
+    """Two that are alike, of other chunks."""
+    if to >= count or own[at] >> SECOND_AT or own[to] >> SECOND_AT:
+        return -1
+    if own[at] & 3 != own[to] & 3 or _kind(own[at]) == _kind(own[to]):
         return -1
     own[at], own[to] = own[to], own[at]
     return count
@@ -314,8 +325,9 @@ def _exchange(own: Array, count: int, at: int, to: int) -> int:
 
 @compiled
 def _kind(action: int) -> int:
-    other = action >> SECOND_AT
-    return (action & 3) + (4 + 4 * (other & 3) if other else 0)
+    """An action without the numbers of micro-batches."""
+    low = (1 << NUMBER_AT) - 1
+    return action & (low | low << SECOND_AT)
 
 
 @compiled

@@ -45,7 +45,7 @@ from interlace.text import size
 
 TRIES = 6000
 """Changes that are tried by default; a choice. Each takes 1 to 6 ms for 4 ranks, 32 micro-batches
-and up to 12 chunks; annealing tries a thousand for one of them, which takes as long."""
+and up to 12 chunks. Annealing tries a thousand more for three in four of them, each in some us."""
 _EXCHANGES = (0.0, 0.0, 0.1, 0.1, 0.3)
 """For each layout so many others are drawn, with these shares of exchanged chunks; a choice."""
 _STARTS, _FINALISTS = 6, 3
@@ -129,19 +129,15 @@ def annealed(
     tries: int,
     draw: Random,
 ) -> Candidate:
-    """The best of `starts` climbed and annealed shortly, of these and `seeds`, which are schedules
-    of the package, the best for longer."""
+    """The best of `starts`, climbed and not, annealed shortly; of these and `seeds`, which are
+    schedules of the package, the best for longer."""
     from interlace.search.pipelines.annealing import anneal  # noqa: PLC0415  numba
 
-    count = max(1, min(_ANNEALED, len(starts)))
-    climbed = [
-        trimmed(problem, climb(problem, start, tries // (4 * count), draw))
-        for start in starts[:count]
-    ]
-    drawn = _unlike(sorted([*climbed, *seeds], key=_by_key))[:_ANNEALED]
+    climbed = [each for stage in _climbed(problem, starts, tries, draw) for each in stage]
+    drawn = _unlike([*sorted([*climbed, *seeds], key=_by_key), *starts])[:_ANNEALED]
     short = tries * _AT_ONCE // (4 * len(drawn))
     first = [anneal(problem, joined(problem, found), short, n) for n, found in enumerate(drawn)]
-    finalists = sorted([*first, *seeds], key=_by_key)[:_FINALISTS]
+    finalists = sorted([*first, *climbed, *seeds], key=_by_key)[:_FINALISTS]
     long = tries * _AT_ONCE // (2 * len(finalists))
     last = [anneal(problem, found, long, n) for n, found in enumerate(finalists)]
     return min([*last, *finalists], key=_by_key)
@@ -155,15 +151,23 @@ def swapped(
     draw: Random,
 ) -> Candidate:
     """The best of `starts` climbed, then of them and `seeds` the best with passes swapped."""
-    each = tries // (4 * max(1, min(_STARTS, len(starts))))
-    first = [climb(problem, start, each, draw) for start in starts[:_STARTS]]
-    first = sorted(first, key=_by_key)[:_FINALISTS]
-    each = tries // (2 * max(1, len(first)))
-    second = [trimmed(problem, climb(problem, found, each, draw)) for found in first]
-    finalists = _unlike(sorted([*second, *seeds], key=_by_key))[:_FINALISTS]
+    _, climbed = _climbed(problem, starts, tries, draw)
+    finalists = _unlike(sorted([*climbed, *seeds], key=_by_key))[:_FINALISTS]
     each = tries // (4 * len(finalists))
     last = [swap(problem, joined(problem, found), each, draw) for found in finalists]
     return min(last, key=_by_key)
+
+
+def _climbed(
+    problem: PipelineProblem, starts: Sequence[Candidate], tries: int, draw: Random
+) -> tuple[list[Candidate], list[Candidate]]:
+    """The first of `starts` after a quarter of the tries, and the best of them after another half,
+    with as little memory as they need."""
+    each = tries // (4 * max(1, min(_STARTS, len(starts))))
+    first = [climb(problem, start, each, draw) for start in starts[:_STARTS]]
+    best = sorted(first, key=_by_key)[:_FINALISTS]
+    each = tries // (2 * max(1, len(best)))
+    return first, [trimmed(problem, climb(problem, found, each, draw)) for found in best]
 
 
 def _by_key(found: Candidate) -> tuple[int, int, int]:
