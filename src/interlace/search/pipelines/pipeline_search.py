@@ -50,7 +50,7 @@ _EXCHANGES = (0.0, 0.0, 0.1, 0.1, 0.3)
 """For each layout so many others are drawn, with these shares of exchanged chunks; a choice."""
 _STARTS, _FINALISTS = 6, 3
 """How many pipelines are improved at first, and how many of them further; a choice."""
-_ANNEALED, _AT_ONCE = 16, 1000
+_ANNEALED, _AT_ONCE = 32, 1000
 """How many pipelines are annealed shortly; and changes that annealing tries for one. Choices."""
 
 
