@@ -204,6 +204,10 @@ def gloo_group(timeout_s: float = 30.0, *, named: bool = True) -> Iterator[Any]:
     # Rank 0 hosts the store, and a rank with little to do could end while another still connects.
     store.set(f"built/{rank}", "")
     store.wait([f"built/{each}" for each in range(world_size)], timeout)
+    # The answer to that must have come as well; what is set needs none.
+    store.set(f"seen/{rank}", "")
+    if rank == 0:
+        store.wait([f"seen/{each}" for each in range(world_size)], timeout)
     try:
         yield store
     finally:
