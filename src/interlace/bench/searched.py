@@ -48,7 +48,7 @@ EMULATED = "emulated compute"
 _MICRO_BATCHES = (8, 16)
 """Of a step."""
 _MOST_CHUNKS, _TRIES = 3, 20_000
-"""Of the search, more of both than by default: some 40 s for each case on two cores."""
+"""Of the search, more of both than by default: some 55 s for a case of 3B on one core."""
 _MODELS: Mapping[str, Mapping[str, Any]] = {
     "3B": {"width": 96, "blocks": 32, "flops_per_s": 2.5e8},
     "1B": {"width": 64, "blocks": 16, "flops_per_s": 2e8},
