@@ -66,11 +66,12 @@ def test_a_result_is_sound_and_no_longer_than_any_fixed_schedule(
     tight = replace(problem, memory_bytes=limit)
     fitting = [each.length_ns for each in fixed_pipelines(tight) if each.fits]
     clocks = [StepClock(tight, layout) for layout in layouts_to_try(tight)]
-    if not fitting and not any(map(has_room, clocks)):
-        with pytest.raises(InputError, match="no pipeline was found that fits into"):
-            search_pipeline(tight, tries=QUICK)
+    try:
+        found = search_pipeline(tight, tries=QUICK)
+    except InputError:  # layouts that are drawn may have room where these have none
+        assert not fitting
+        assert not any(map(has_room, clocks))
         return
-    found = search_pipeline(tight, tries=QUICK)
     check_sound(found)
     assert max(found.peak_bytes) <= limit
     assert found.floor_ns <= found.step.step_ns <= min(fitting, default=found.step.step_ns)
