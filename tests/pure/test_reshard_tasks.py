@@ -7,6 +7,7 @@ it does not have yet, or receive anything twice.
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +20,7 @@ from reshard_worlds import one_to_many, paper_case, problems, walk
 from interlace.errors import InputError
 from interlace.hardware.topology import Topology
 from interlace.reshard.planning.describe import describe
+from interlace.reshard.planning.join import joined
 from interlace.reshard.planning.layout import Layout
 from interlace.reshard.planning.make_plan import make_plan
 from interlace.reshard.planning.simulate import simulate
@@ -65,6 +67,36 @@ def test_every_rank_gets_its_slice(
     if chunk_bytes:
         widest = max(spec.itemsize for spec in specs)
         assert all(plan.transfer_bytes(t) < chunk_bytes + widest for t in plan.transfers)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    problem=problems(),
+    strategy=st.sampled_from(STRATEGIES),
+    chunk_bytes=st.sampled_from([None, 1, 3, 16]),
+)
+def test_joined_messages_bring_the_same(
+    problem: Problem, strategy: str, chunk_bytes: int | None
+) -> None:
+    """Every rank ends with its slices and gets as many bytes from each other; without forwards
+    there is one message from rank to rank."""
+    specs, topology = problem
+    plan = make_plan(specs, topology, strategy=strategy, chunk_bytes=chunk_bytes)
+    whole = joined(plan)
+    walk(whole)
+    simulate(whole)
+    assert _crossing(whole) == _crossing(plan)
+    assert len(whole.transfers) <= len(plan.transfers)
+    if all(t.sender in plan.tasks[p.task].senders for t in plan.transfers for p in t.parts):
+        assert len(whole.transfers) == len({(t.sender, t.receiver) for t in plan.transfers})
+    assert joined(whole) == whole
+
+
+def _crossing(plan: TransferPlan) -> Counter[tuple[int, int]]:
+    found: Counter[tuple[int, int]] = Counter()
+    for transfer in plan.transfers:
+        found[transfer.sender, transfer.receiver] += plan.transfer_bytes(transfer)
+    return found
 
 
 @settings(max_examples=100, deadline=None)

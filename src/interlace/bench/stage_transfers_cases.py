@@ -83,7 +83,7 @@ class StageCase:
     samples: int
     """Sequences or images of a micro-batch."""
     repeats: int
-    rate: str = "200mbit"
+    rate: str = "100mbit"
     """Of the link between the hosts. Compute is as much slower as transfers are, so that the share
     stays, and what four ranks on two cores do beside it weighs less on a slow link."""
 
@@ -114,7 +114,7 @@ FULL = (
     ),
     StageCase(
         model="u_transformer", layouts=("dp_replicate", "dp_replicate"), micro_batches=32,
-        samples=64, repeats=3, rate="48mbit",
+        samples=64, repeats=3, rate="36mbit",
     ),
 )  # fmt: skip
 """GPT of 4 blocks 256 wide on 128 tokens, a U-Transformer of 32 channels on images of 8 x 8: length

@@ -23,6 +23,7 @@ from interlace.ranks.agree import refused_together
 from interlace.ranks.small_collectives import gather_json
 from interlace.reshard.agreement import ASSUMED, host_name
 from interlace.reshard.planning.inferred_layouts import InferredLayouts, infer_layouts
+from interlace.reshard.planning.join import joined
 from interlace.reshard.planning.make_plan import make_plan
 from interlace.reshard.planning.transfer_plan import TensorSpec
 from interlace.reshard.program import Program, make_program, receives_first
@@ -98,7 +99,7 @@ def boundaries_of(
         layouts = _layouts(text, route, ends, tensors, stages)
         if stages.number in ends:
             specs = _specs(text, layouts, tensors[0])
-            plan = make_plan(specs, topology, strategy=strategy, time_limit_s=_SEARCH_S)
+            plan = joined(make_plan(specs, topology, strategy=strategy, time_limit_s=_SEARCH_S))
             names = tuple(_called(text, place, each) for place, each in enumerate(tensors[0]))
             found[route] = Boundary(
                 number=number,

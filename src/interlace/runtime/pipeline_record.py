@@ -194,8 +194,11 @@ def _hops(link: StageLink, handovers: Handovers, watch: ActionWatch) -> dict[Edg
     for route, values in handovers.messages.items():
         like = [value.like for value in values]
         times = [_ping(link, handovers, route, like, watch) for _ in range(_PINGS)]
+        # The shortest answer: where a rank waits for a core, one can take longer than the message.
+        there_and_back, answers = zip(*times, strict=True)
+        took = round(median(there_and_back)) - min(answers) // 2
         edge = min(route[1:]), max(route[1:])
-        found[edge] = max(found.get(edge, 0), round(median(times)))
+        found[edge] = max(found.get(edge, 0), took)
     return found
 
 
@@ -205,16 +208,16 @@ def _ping(
     route: ChunkRoute,
     like: Sequence[torch.Tensor],
     watch: ActionWatch,
-) -> int:
-    """ns that a message of this route takes: until an answer of one element is back, less the time
-    of that."""
+) -> tuple[int, int]:
+    """ns until an answer of one element to a message of this route is back, and ns of two such
+    answers, there and back. Equal on all ranks."""
     way, first, second = route
     source, to = handovers.rank_of[first], handovers.rank_of[second]
     what = f"a message that is timed, from rank {source} to rank {to}"
     message = StageMessage(way, first, second, 0)
     word = [torch.zeros(1, device=link.device)]
     link.meet(what)
-    took = 0
+    whole = words = 0
     if link.rank == source:
         tensors = [link.empty(each) for each in like]
         began = watch.now()
@@ -223,11 +226,11 @@ def _ping(
         answered = watch.now()
         link.send(word, to, what)
         link.wait(link.receive(word, to, what))
-        took = answered - began - (watch.now() - answered) // 2
+        whole, words = answered - began, watch.now() - answered
     elif link.rank == to:
         link.wait(link.receive_message(message, like, source, what))
         link.send(word, source, what)
         link.wait(link.receive(word, source, what))
         link.send(word, source, what)
     link.finish()
-    return max(0, *link.gather(took))
+    return max(link.gather((whole, words)))

@@ -9,6 +9,7 @@ tasks.py               unit tasks by tile intersection
 resharding_problem.py  one problem, planned in one way or another
 strategies.py          the paper's four ways for a bundle to travel
 hops.py                messages while a plan is made, and bytes given to every end
+join.py                one message from rank to rank, where all are begun at once
 chunking.py            how large messages are, and our order: chunks on trees
 ends.py                the two ends that a message occupies, and for how long
 ordering.py            the paper's model, and its two simple orders
