@@ -6,7 +6,17 @@ import torch
 
 from interlace.bench.decompose_emulated import emulated_compute
 from interlace.bench.searched import EMULATED
-from interlace.bench.stage_transfers import BLOCKING, OURS, PAPER, SIGNAL, TORCH, WAYS, rows_of, run
+from interlace.bench.stage_transfers import (
+    BLOCKING,
+    OURS,
+    PAPER,
+    SEARCHED,
+    SIGNAL,
+    TORCH,
+    WAYS,
+    rows_of,
+    run,
+)
 from interlace.bench.stage_transfers_cases import FULL, GPT_1B3, QUICK, U_TRANSFORMER_1B, StageCase
 from interlace.bench.stage_transfers_links import by_the_clock
 from interlace.errors import InputError
@@ -83,19 +93,31 @@ def test_no_bench_inside_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal.value.hint
 
 
+@pytest.mark.parametrize("part", ["gtp", "u_transformer"])
+def test_parts_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """A wrong word, and a model of which there is no quick case."""
+    monkeypatch.setattr("interlace.lab.hosts.available", str)
+    monkeypatch.setattr("interlace.lab.hosts.inside_lab", bool)
+    with pytest.raises(InputError) as refusal:
+        run(quick=True, json_path=None, part=part)
+    assert part in refusal.value.message
+    assert refusal.value.hint
+
+
 @pytest.mark.parametrize("case", [FULL[0], *QUICK])
 def test_rows_say_what_is_emulated(case: StageCase) -> None:
     """Each ratio is that of its times, and the share of communication is set against the
     paper's."""
-    times = {name: [100 * MS, 110 * MS] for name, *_ in WAYS}
+    times = {name: [100 * MS, 110 * MS] for name in (*(way[0] for way in WAYS), SEARCHED)}
     times[BLOCKING] = [150 * MS, 165 * MS]
-    times[SIGNAL + PAPER] = times[SIGNAL + OURS] = [95 * MS, 105 * MS]
+    for name in (PAPER, OURS, SEARCHED):
+        times[SIGNAL + name] = [95 * MS, 105 * MS]
     if case.is_tensor_parallel:
         times[TORCH] = [120 * MS, 132 * MS]
     found = {
         "times": times,
-        "predicted": {name: [90 * MS] for name in (PAPER, OURS)},
-        "measured": {name: [100 * MS] for name in (PAPER, OURS)},
+        "predicted": {name: [90 * MS] for name in (PAPER, OURS, SEARCHED)},
+        "measured": {name: [100 * MS] for name in (PAPER, OURS, SEARCHED)},
         "crossing_ns": case.share * 10 * MS,
         "pass_ns": [10 * MS, 12 * MS],
     }
@@ -108,4 +130,5 @@ def test_rows_say_what_is_emulated(case: StageCase) -> None:
     assert ratio[OURS, "speedup_vs_blocking"] == pytest.approx(1.5)
     assert ratio[PAPER, "of_signal_bound"] == pytest.approx((95 / 100 + 105 / 110) / 2)
     assert ratio[OURS, "predicted_over_measured"] == pytest.approx(0.9)
+    assert ratio[SEARCHED, "of_signal_bound"] == ratio[PAPER, "of_signal_bound"]
     assert ((TORCH, "speedup_vs_blocking") in ratio) is case.is_tensor_parallel

@@ -10,8 +10,9 @@ emulation.
 Three ways wait for every transfer where it stands, under 1F1B: each receiving rank gets all that it
 needs from a sender ("send/recv"), a share each with an all-gather inside the host ("all-gather"),
 or a chain of broadcasts. The paper's way has broadcasts beside compute and eager 1F1B. Ours has
-ZB-V, which folds the model and fills its bubble with gradients of weights. "signal" is a way whose
-messages carry one element: what is to be reached.
+ZB-V, which folds the model and fills its bubble with gradients of weights; of GPT also an order of
+ZB-V's chunks that is searched from what they and their messages took, and keeps no more than the
+paper's way does. "signal" is a way whose messages carry one element: what is to be reached.
 """
 
 import json
@@ -31,13 +32,15 @@ from interlace.bench.results import (
 )
 from interlace.bench.searched import EMULATED
 from interlace.bench.stage_transfers_cases import FULL, QUICK, StageCase
-from interlace.errors import InputError, RunError
+from interlace.errors import InputError, RunError, nearest
 from interlace.lab import hosts
 
 BLOCKING = "send/recv, 1F1B"
 """What the others are compared with."""
 GATHERED, BROADCAST = "all-gather, 1F1B", "broadcast, 1F1B"
 PAPER, OURS = "broadcast beside, eager 1F1B", "ours, ZB-V"
+SEARCHED = "ours, searched"
+"""Only where `StageCase.searched`: it is searched from what ZB-V took, so it is not in `WAYS`."""
 SIGNAL = "signal of "
 """In front of the way whose messages carry one element."""
 TORCH = "torch 1F1B"
@@ -53,17 +56,23 @@ WAYS = (
 )
 """Name, schedule, whether transfers block, run beside compute or carry nothing, and strategy."""
 _HOSTS, _RANKS_OF_HOST = 2, 2
+_PARTS = ("all", "gpt", "u_transformer")
+"""Words that `--part` takes: the cases of one model."""
 
 
-def run(*, quick: bool, json_path: Path | None) -> int:
-    """Measure, print the table; write JSON if asked."""
+def run(*, quick: bool, json_path: Path | None, part: str = "all") -> int:
+    """Measure, print the table; write JSON if asked. `part` is `all`, `gpt` or `u_transformer`."""
     from interlace.report.tables import bench_table  # noqa: PLC0415  rich
 
     if reason := "this is already a lab" if hosts.inside_lab() else hosts.available():
         raise InputError(
             f"no network namespaces here: {reason}", hint="run it as root on Linux, outside a lab"
         )
-    cases = QUICK if quick else FULL
+    if part not in _PARTS:
+        raise InputError(f"--part {part} is no part of this bench", hint=nearest(part, _PARTS))
+    cases = [case for case in (QUICK if quick else FULL) if part in ("all", case.model)]
+    if not cases:
+        raise InputError(f"--quick has no case of --part {part}", hint="leave out one of both")
     rows = [row for case in cases for row in rows_of(case, measure(case))]
     print(bench_table([asdict(row) for row in rows]))
     if json_path is not None:
@@ -115,12 +124,13 @@ def rows_of(case: StageCase, found: Mapping[str, Any]) -> list[ResultRow]:
         )
     ]  # fmt: skip
     ms = {name: [each / 1e6 for each in own] for name, own in found["times"].items()}
-    for name in (GATHERED, BROADCAST, TORCH, PAPER, OURS):
+    for name in (GATHERED, BROADCAST, TORCH, PAPER, OURS, SEARCHED):
         if name in ms:
             rows.append(speedup(f"{name}, {label}", "speedup_vs_blocking", ms[name], ms[BLOCKING]))
-    for name in (PAPER, OURS):
+    beside = [name for name in (PAPER, OURS, SEARCHED) if name in ms]
+    for name in beside:
         rows.append(speedup(f"{name}, {label}", "of_signal_bound", ms[name], ms[SIGNAL + name]))
-    for name in (PAPER, OURS):
+    for name in beside:
         predicted, measured = (
             [each / 1e6 for each in found[key][name]] for key in ("predicted", "measured")
         )

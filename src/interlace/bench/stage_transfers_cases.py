@@ -83,6 +83,9 @@ class StageCase:
     samples: int
     """Sequences or images of a micro-batch."""
     repeats: int
+    searched: bool = False
+    """Whether an order is searched too; only where chunks hand over to the next alone, as the
+    search counts no other messages."""
     rate: str = "100mbit"
     """Of the link between the hosts. Compute is as much slower as transfers are, so that the share
     stays, and what four ranks on two cores do beside it weighs less on a slow link."""
@@ -107,10 +110,12 @@ class StageCase:
 
 FULL = (
     StageCase(
-        model="gpt", layouts=("tp", "tp"), micro_batches=4, samples=4, repeats=6
+        model="gpt", layouts=("tp", "tp"), micro_batches=4, samples=4, repeats=6,
+        searched=True,
     ),
     StageCase(
-        model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=6
+        model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=6,
+        searched=True,
     ),
     StageCase(
         model="u_transformer", layouts=("dp_replicate", "dp_replicate"), micro_batches=32,
@@ -120,6 +125,9 @@ FULL = (
 """GPT of 4 blocks 256 wide on 128 tokens, a U-Transformer of 32 channels on images of 8 x 8: length
 over width and pixels over channels are the paper's, so operators have its shares of the FLOPs."""
 QUICK = (
-    StageCase(model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=2),
-)
+    StageCase(
+        model="gpt", layouts=("tp", "dp_replicate"), micro_batches=4, samples=4, repeats=2,
+        searched=True,
+    ),
+)  # fmt: skip
 """One case, under two minutes."""

@@ -17,6 +17,7 @@ from interlace.bench.tensor_share import ShareSize
 from interlace.bench.tensor_share_world import SplitGpt
 from interlace.config import PlanConfig
 from interlace.models.u_transformer import UTransformer, UTransformerConfig
+from interlace.schedules.listed import ListedSchedule
 from interlace.step import Step
 
 _RANKS = 2
@@ -65,13 +66,19 @@ class StageModel:
             return SplitGpt(_GPT, self._mesh if split else None)
         return UTransformer(_U_NET)
 
-    def compiled(self, schedule: str, example: Batch) -> Step:
+    def chunk_names(self, schedule: str) -> tuple[str, ...]:
+        """The sub-modules with which chunks of a schedule begin; the first has an empty name."""
+        return ("", *_SPLITS[self.case.model, _CHUNKS.get(schedule, 2)])
+
+    def compiled(self, schedule: str | ListedSchedule, example: Batch) -> Step:
         """Its step by a schedule."""
-        module = self._modules[schedule] = self.built()
+        listed = isinstance(schedule, ListedSchedule)
+        name = schedule.name if listed else schedule
+        module = self._modules[name] = self.built()
         return compile_step(
             module, step_loss if self.case.model == "gpt" else _image_loss, example,
             stages=self.meshes, schedule=schedule,
-            split_at=_SPLITS[self.case.model, _CHUNKS.get(schedule, 2)],
+            split_at=schedule.split_at if listed else self.chunk_names(schedule)[1:],
             config=PlanConfig(cache=False, profile_repeats=1),
         )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """One rank of the bench of stages: `python -m interlace.bench.stage_transfers_world JOB RESULT`.
 
-For each case, three schedules are compiled, and 1F1B gets several links: blocking ones by three
-strategies of resharding. Gradients of all ways are compared as they are computed, bit for bit; then
-compute is emulated at a rate at which what crosses between stages takes the share of the paper's
-machines, and all ways take turns.
+For each case, three schedules are compiled, of GPT also one that is searched, and 1F1B gets several
+links: blocking ones by three strategies of resharding. Gradients of all ways are compared as they
+are computed, bit for bit; then compute is emulated at a rate at which what crosses between stages
+takes the share of the paper's machines, and all ways take turns.
 """
 
 import hashlib
@@ -22,10 +22,19 @@ import torch.distributed as dist
 
 from interlace.bench.decompose_emulated import emulated_compute
 from interlace.bench.pipeline_world import LIMIT, Batch, StepFunction, check_same, take_turns
-from interlace.bench.stage_transfers import BLOCKING, OURS, PAPER, SIGNAL, TORCH, WAYS
+from interlace.bench.stage_transfers import (
+    BLOCKING,
+    OURS,
+    PAPER,
+    SEARCHED,
+    SIGNAL,
+    TORCH,
+    WAYS,
+)
 from interlace.bench.stage_transfers_cases import StageCase
 from interlace.bench.stage_transfers_links import BlockingLink, ClockedSchedule, SignalLink
 from interlace.bench.stage_transfers_models import StageModel, model_of
+from interlace.bench.stage_transfers_search import searched_schedule
 from interlace.errors import RunError
 from interlace.ir.actions import Direction
 from interlace.ir.stage_messages import StageMessage
@@ -35,6 +44,7 @@ from interlace.runtime.laid_out_link import LaidOutLink
 from interlace.runtime.pipeline_executor import PipelineExecutor
 from interlace.runtime.pipeline_record import PipelineRecord
 from interlace.runtime.stage_meshes import StageMeshes
+from interlace.schedules.listed import ListedSchedule
 from interlace.schedules.stage import StageSchedule
 from interlace.step import Step
 
@@ -64,12 +74,13 @@ class StageWays:
         for name, schedule, kind, strategy in WAYS:
             self.add(name, schedule, kind, strategy)
 
-    def add(self, name: str, schedule: str, kind: str, strategy: str) -> None:
+    def add(self, name: str, schedule: str | ListedSchedule, kind: str, strategy: str) -> None:
         """One way more: an executor of its own, with a link of its own."""
-        if schedule not in self.steps:
-            self.steps[schedule] = self.model.compiled(schedule, self.batches[0])
-        step = self.steps[schedule]
-        handovers = self.handovers(schedule)
+        called = schedule if isinstance(schedule, str) else schedule.name
+        if called not in self.steps:
+            self.steps[called] = self.model.compiled(schedule, self.batches[0])
+        step = self.steps[called]
+        handovers = self.handovers(called)
         link = self._link(kind, strategy)
         link.prepare(handovers)
         actions = step.executor.schedule
@@ -80,7 +91,7 @@ class StageWays:
         executor = step.strands.executor(step.plan, constants, actions, link)
         assert isinstance(executor, PipelineExecutor)
         self.executors[name] = executor
-        self._schedule_of[name] = schedule
+        self._schedule_of[name] = called
 
     def _link(self, kind: str, strategy: str) -> LaidOutLink:
         kinds = {"blocking": BlockingLink, "signal": SignalLink, "beside": LaidOutLink}
@@ -153,12 +164,17 @@ def measure_case(case: StageCase) -> dict[str, Any]:
     check_bits({name: run for name, run in runs.items() if not name.startswith(SIGNAL)}, ways)
     crossing = ways.boundary_ns()
     rate = _rate(ways, crossing / case.share)
+    if case.searched:
+        _add_searched(ways, rate)
+        runs |= {name: ways.way(name) for name in (SEARCHED, SIGNAL + SEARCHED)}
+        check_bits({name: runs[name] for name in (BLOCKING, SEARCHED)}, ways)
     with emulated_compute(rate) as forget:
         fresh = {name: partial(_afresh, run, forget) for name, run in runs.items()}
         times = take_turns(fresh, ways.batches, case.repeats)
         records = {
             name: [_recorded(ways, name, forget) for _ in range(_RECORDED)]
-            for name in (PAPER, OURS)
+            for name in (PAPER, OURS, SEARCHED)
+            if name in runs
         }
     return {
         "times": times,
@@ -168,6 +184,20 @@ def measure_case(case: StageCase) -> dict[str, Any]:
         "pass_ns": [_agreed(_pass_ns(record)) for record in records[PAPER]],
         "flops_per_s": rate,
     }
+
+
+def _add_searched(ways: StageWays, rate: float) -> None:
+    """The order that is searched from the quickest of some steps of ours, within the memory of the
+    paper's way; and the same with signals."""
+    with emulated_compute(rate) as forget:
+        steps = [_recorded(ways, OURS, forget) for _ in range(_RECORDED)]
+        most = max(_recorded(ways, PAPER, forget).predicted.peak_bytes)
+    schedule = searched_schedule(
+        min(steps, key=lambda each: each.measured.step_ns), ways.model.chunk_names("zb_v"),
+        ways.model.case.micro_batches, most,
+    )  # fmt: skip
+    ways.add(SEARCHED, schedule, "beside", "auto")
+    ways.add(SIGNAL + SEARCHED, schedule, "signal", "auto")
 
 
 def _rate(ways: StageWays, pass_ns: float) -> float:
@@ -211,7 +241,7 @@ def check_bits(runs: Mapping[str, StepFunction], ways: StageWays) -> None:
         found = {weight: digest for each in of_ranks for weight, digest in each.items()}
         if name == BLOCKING:
             seen = found
-        elif not ways.model.same_parts(found, seen, moved=name == OURS):
+        elif not ways.model.same_parts(found, seen, moved=name in (OURS, SEARCHED)):
             other = [weight for weight in seen if found.get(weight) != seen[weight]]
             raise RunError(f"{name} has other bits than {BLOCKING} in the gradient of {other[:3]}")
 

@@ -105,8 +105,12 @@ def search_pipeline(problem: PipelineProblem, *, tries: int = TRIES) -> Searched
     starts = sorted(_starts(problem, tried), key=lambda each: each.key)
     if not starts and not seeds:
         raise _too_small(problem, layouts)
-    improve = annealed if can_anneal() else swapped
-    found = improve(problem, starts, seeds, tries, draw)
+    climbed, best = _climbed(problem, starts, tries, draw)
+    if can_anneal():
+        known = sorted([*climbed, *best, *seeds], key=_by_key)
+        found = _annealed(problem, known, starts, tries)
+    else:
+        found = _swapped(problem, sorted([*best, *seeds], key=_by_key), tries, draw)
     return _checked(problem, joined(problem, found), fixed)
 
 
@@ -116,43 +120,33 @@ def can_anneal() -> bool:
 
 
 WITHOUT_NUMBA = (
-    "the search moved a few hundred passes; with numba it moves millions, in about the same time\n"
+    "without numba the search tried hundreds of changes of the order of passes, and not millions\n"
     "hint: pip install 'interlace[search]'"
 )
 """What is said where `can_anneal` is not."""
 
 
-def annealed(
-    problem: PipelineProblem,
-    starts: Sequence[Candidate],
-    seeds: Sequence[Candidate],
-    tries: int,
-    draw: Random,
+def _annealed(
+    problem: PipelineProblem, known: Sequence[Candidate], starts: Sequence[Candidate], tries: int
 ) -> Candidate:
-    """The best of `starts`, climbed and not, annealed shortly; of these and `seeds`, which are
-    schedules of the package, the best for longer."""
+    """The best of `known`, in their order, and of `starts` annealed shortly, then the best of all
+    for longer."""
     from interlace.search.pipelines.annealing import anneal  # noqa: PLC0415  numba
 
-    climbed = [each for stage in _climbed(problem, starts, tries, draw) for each in stage]
-    drawn = _unlike([*sorted([*climbed, *seeds], key=_by_key), *starts])[:_ANNEALED]
+    drawn = _unlike([*known, *starts])[:_ANNEALED]
     short = tries * _AT_ONCE // (4 * len(drawn))
     first = [anneal(problem, joined(problem, found), short, n) for n, found in enumerate(drawn)]
-    finalists = sorted([*first, *climbed, *seeds], key=_by_key)[:_FINALISTS]
+    finalists = sorted([*first, *known], key=_by_key)[:_FINALISTS]
     long = tries * _AT_ONCE // (2 * len(finalists))
     last = [anneal(problem, found, long, n) for n, found in enumerate(finalists)]
     return min([*last, *finalists], key=_by_key)
 
 
-def swapped(
-    problem: PipelineProblem,
-    starts: Sequence[Candidate],
-    seeds: Sequence[Candidate],
-    tries: int,
-    draw: Random,
+def _swapped(
+    problem: PipelineProblem, known: Sequence[Candidate], tries: int, draw: Random
 ) -> Candidate:
-    """The best of `starts` climbed, then of them and `seeds` the best with passes swapped."""
-    _, climbed = _climbed(problem, starts, tries, draw)
-    finalists = _unlike(sorted([*climbed, *seeds], key=_by_key))[:_FINALISTS]
+    """The best of `known`, in their order, with passes swapped."""
+    finalists = _unlike(known)[:_FINALISTS]
     each = tries // (4 * len(finalists))
     last = [swap(problem, joined(problem, found), each, draw) for found in finalists]
     return min(last, key=_by_key)
