@@ -39,7 +39,7 @@ BENCHES = (
     Bench("searched", 25, links=False),
     Bench("simulator", None, links=False),
     Bench("tensor_share", 15, links=True),
-    Bench("stage_transfers", 34, links=True),
+    Bench("stage_transfers", 62, links=True),
     Bench("moe_strands", 40, links=True),
 )
 

@@ -33,6 +33,7 @@ tensor_share_world.py  its program: one rank that runs steps by all ways, in tur
 stage_transfers.py       two stages on two hosts, each in its own layout, by the paper's methods
 stage_transfers_cases.py   its cases, and the paper's shares of communication
 stage_transfers_models.py  its models, in the layout of a rank's stage
+stage_transfers_search.py  the order that is searched from what chunks took
 stage_transfers_links.py   its ways that wait for every transfer, or transfer next to nothing
 stage_transfers_world.py   its program: one rank that runs steps by all ways, in turns
 moe_strands.py         experts under two strands against eager and the order fixed by hand
