@@ -130,4 +130,4 @@ QUICK = (
         searched=True,
     ),
 )  # fmt: skip
-"""One case, under two minutes."""
+"""One case, about four minutes."""
