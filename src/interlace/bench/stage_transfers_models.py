@@ -70,11 +70,10 @@ class StageModel:
         """The sub-modules with which chunks of a schedule begin; the first has an empty name."""
         return ("", *_SPLITS[self.case.model, _CHUNKS.get(schedule, 2)])
 
-    def compiled(self, schedule: str | ListedSchedule, example: Batch) -> Step:
-        """Its step by a schedule."""
-        listed = isinstance(schedule, ListedSchedule)
-        name = schedule.name if listed else schedule
+    def compiled(self, name: str, schedule: str | ListedSchedule, example: Batch) -> Step:
+        """Its step by a schedule, which is called so from here on."""
         module = self._modules[name] = self.built()
+        listed = isinstance(schedule, ListedSchedule)
         return compile_step(
             module, step_loss if self.case.model == "gpt" else _image_loss, example,
             stages=self.meshes, schedule=schedule,

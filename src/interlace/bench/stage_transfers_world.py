@@ -78,7 +78,7 @@ class StageWays:
         """One way more: an executor of its own, with a link of its own."""
         called = schedule if isinstance(schedule, str) else schedule.name
         if called not in self.steps:
-            self.steps[called] = self.model.compiled(schedule, self.batches[0])
+            self.steps[called] = self.model.compiled(called, schedule, self.batches[0])
         step = self.steps[called]
         handovers = self.handovers(called)
         link = self._link(kind, strategy)
