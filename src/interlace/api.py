@@ -295,7 +295,7 @@ def _schedule(schedule: str | ScheduleFunction, strands: int, on: StepRanks) -> 
             raise InputError(
                 f"{what}, and no schedule is named",
                 hint="give compile_step(schedule=...): one_f_one_b, eager_one_f_one_b, "
-                "interleaved, zb_h1, zb_v, dual_pipe_v, folded or eager_folded",
+                "interleaved, zb_h1, zb_h2, zb_v, dual_pipe_v, folded or eager_folded",
             )
         named = find(schedule)
         found = StageSchedule(named.name, named.function, ranks=ranks, rank=rank)

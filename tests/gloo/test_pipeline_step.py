@@ -18,8 +18,8 @@ from interlace.config import PlanConfig
 
 QUICK = PlanConfig(cluster="h100", search="list")
 SCHEDULES = (
-    "gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "zb_h1", "zb_v", "dual_pipe_v",
-    "stp", "folded", "eager_folded",
+    "gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "zb_h1", "zb_h2", "zb_v",
+    "dual_pipe_v", "stp", "folded", "eager_folded",
 )  # fmt: skip
 WORDS, WIDTH, LENGTH = 48, 16, 6
 

@@ -31,8 +31,8 @@ from wide import wide_unless
 
 QUICK = PlanConfig(cluster="h100", search="list")
 SCHEDULES = (
-    "gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "zb_h1", "zb_v", "dual_pipe_v",
-    "stp", "folded", "eager_folded",
+    "gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "zb_h1", "zb_h2", "zb_v",
+    "dual_pipe_v", "stp", "folded", "eager_folded",
 )  # fmt: skip
 BOUND = 1e-10
 """Largest difference of a float64 gradient, over the largest gradient of the model."""

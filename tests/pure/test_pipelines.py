@@ -163,7 +163,7 @@ def test_folded_takes_the_time_of_the_papers(
 
 @given(ranks=st.integers(1, 8), more=st.integers(0, 12), data=st.data())
 def test_bubbles_with_cut_backwards(ranks: int, more: int, data: st.DataObject) -> None:
-    """ZB-H1: (p-1)(F+I-W) where W fits into the gap. ZB-V: none where F = I = W. DualPipeV:
+    """ZB-H1: (p-1)(F+I-W) where W fits into the gap. ZB-H2, ZB-V: none where F = I = W. DualPipeV:
     (p-1)(FB+B-3W), here (p-1)(F+2I-W), where F = I. STP: (p-1)(F+I-W) where all are equal."""
     f, i, w = data.draw(st.integers(10, 50)), data.draw(st.integers(10, 50)), 0
     w = data.draw(st.integers(1, min(f, i)))
@@ -171,6 +171,10 @@ def test_bubbles_with_cut_backwards(ranks: int, more: int, data: st.DataObject) 
     zb_h1 = step("zb_h1", ranks, count, (f, i, w))
     assert zb_h1.step_ns == count * (f + i + w) + (ranks - 1) * (f + i - w)
     assert max(zb_h1.peak_chunks) == ranks
+    zb_h2 = step("zb_h2", ranks, count, (f, f, f))
+    assert zb_h2.step_ns == (3 * count + ranks - 1) * f
+    assert idle_ns(zb_h2) == 0
+    assert set(zb_h2.peak_chunks) == {2 * ranks - 1}
     dual = step("dual_pipe_v", ranks, count, (f, f, w))
     assert dual.step_ns == 2 * count * (2 * f + w) + (ranks - 1) * (3 * f - w)
     assert max(dual.peak_chunks) == 2 * ranks + 1

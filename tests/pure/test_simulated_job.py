@@ -71,8 +71,8 @@ def test_two_strands_hide_what_one_exposes():
 
 
 SCHEDULES = (
-    "gpipe one_f_one_b eager_one_f_one_b interleaved interleaved(chunks=4) zb_h1 zb_v folded "
-    "eager_folded dual_pipe_v stp"
+    "gpipe one_f_one_b eager_one_f_one_b interleaved interleaved(chunks=4) zb_h1 zb_h2 zb_v "
+    "folded eager_folded dual_pipe_v stp"
 )
 
 

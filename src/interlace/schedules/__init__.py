@@ -11,6 +11,7 @@ one_f_one_b.py        1F1B: a backward as soon as its gradient is there
 eager_one_f_one_b.py  the same with more forwards ahead, so that transfers are hidden
 interleaved.py        1F1B with several chunks on a rank
 zb_h1.py              zero bubble: 1F1B with backwards cut in two
+zb_h2.py              the same with more forwards ahead, so that no rank waits
 zb_v.py               zero bubble: a folded model with backwards cut in two
 folded.py             the W shape: front half forward beside back half backward
 eager_folded.py       the same with more ahead, so that transfers are hidden

@@ -31,6 +31,7 @@ _ALSO = {
     "loopedbfs": "gpipe",
     "gpipe": "gpipe",
     "zbh1": "zb_h1",
+    "zbh2": "zb_h2",
     "zbv": "zb_v",
     "zbvzerobubble": "zb_v",
     "dualpipev": "dual_pipe_v",
