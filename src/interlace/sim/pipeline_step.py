@@ -150,8 +150,11 @@ class ListedActions:
         self._order = []
         for rank, index in order_of_run(ranks, edges):
             action = ranks[rank][index]
-            sent = [(message, wiring.rank_of[message.to]) for message in wiring.sent(action)]
-            self._order.append((rank, index, action, wiring.needed(action), sent))
+            sent = [_Sent(each, wiring.rank_of[each.to]) for each in wiring.sent(action)]
+            listed = _Numbers(action), wiring.needed(action), sent
+            self._order.append((rank, index, *listed))
+        self._first = {action.phase: action for own in ranks for action in own}
+        """An action of each phase."""
 
     def step(
         self,
@@ -163,30 +166,26 @@ class ListedActions:
         its rank is busy behind it, where that is not to be what `costs` says."""
         ranks = self._ranks
         free = list(costs.before_ns or [0] * len(ranks))
+        times = {
+            phase: (costs.action_ns(action), costs.between_ns.get(phase, 0))
+            for phase, action in self._first.items()
+        }
         links: dict[tuple[int, int], int] = {}
         arrived: dict[StageMessage, int] = {}
         spans: list[list[Span]] = [[] for _ in ranks]
-        for rank, index, action, needed, sent in self._order:
-            if taken is None:
-                lasts, behind = costs.action_ns(action), costs.between_ns.get(action.phase, 0)
-            else:
-                lasts, behind = taken[rank][index]
-            start = max([free[rank], *(arrived[message] for message in needed)])
+        for rank, index, numbers, needed, sent in self._order:
+            lasts, behind = times[numbers.phase] if taken is None else taken[rank][index]
+            start = max([free[rank], *[arrived[message] for message in needed]])
             end = start + lasts
-            numbers = _Numbers(action)
             if start > free[rank]:
                 spans[rank].append(numbers.span(WAIT, COMPUTE_LANE, free[rank], start))
             spans[rank].append(numbers.span(ACTION, COMPUTE_LANE, start, end))
             free[rank] = end + behind
-            for message, to in sent:
-                begin = max(end, links.get((rank, to), 0))
-                arrived[message] = links[rank, to] = begin + costs.message_ns(message)
-                spans[rank].append(
-                    Span(
-                        str(message), MESSAGE, f"to {to}", begin, arrived[message],
-                        str(message.direction), message.micro_batch, issue_ns=end,
-                    )
-                )  # fmt: skip
+            for each in sent:
+                begin = max(end, links.get((rank, each.to), 0))
+                there = begin + costs.message_ns(each.message)
+                arrived[each.message] = links[rank, each.to] = there
+                spans[rank].append(each.span(begin, there, end))
         if costs.behind_ns:
             last = max(span.end_ns for own in spans for span in own)
             for own in spans:
@@ -233,10 +232,30 @@ def _busy_ns(timeline: Timeline) -> int:
 class _Numbers:
     """What the spans of an action are called."""
 
+    __slots__ = ("_micro_batch", "_name", "_strand", "phase")
+
     def __init__(self, action: Action) -> None:
+        self.phase = action.phase
         self._name = str(action)
         self._strand = "+".join(dict.fromkeys(s.strand.shown for s in action.slots))
         self._micro_batch = action.slots[0].micro_batch
 
     def span(self, kind: str, lane: str, start: int, end: int) -> Span:
         return Span(self._name, kind, lane, start, end, self._strand, self._micro_batch)
+
+
+class _Sent:
+    """A message and the rank that it goes to."""
+
+    __slots__ = ("_lane", "_name", "_strand", "message", "to")
+
+    def __init__(self, message: StageMessage, to: int) -> None:
+        self.message = message
+        self.to = to
+        self._name, self._lane, self._strand = str(message), f"to {to}", str(message.direction)
+
+    def span(self, start: int, end: int, issue: int) -> Span:
+        return Span(
+            self._name, MESSAGE, self._lane, start, end, self._strand, self.message.micro_batch,
+            issue_ns=issue,
+        )  # fmt: skip

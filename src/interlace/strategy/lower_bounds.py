@@ -137,20 +137,20 @@ class Bounds:
         """(layers, has the embedding, has the head, layers without experts, bytes that are kept)
         of each rank."""
 
-        def kept_of(layers: int, dense: int) -> float:
-            return layers_bytes(kept_bytes, job, layout, layers, dense)
-
         if layout.pipeline == 1:
-            kept = kept_of(job.layers, job.dense_layers)
+            kept = layers_bytes(kept_bytes, job, layout, job.layers, job.dense_layers)
             return [(job.layers, True, True, job.dense_layers, kept)]
         shapes = self._shapes(layout)
         facts = facts_of(layout)
+        sizes = {chunk: (shape.layers, shape.dense) for chunk, shape in shapes.items()}
+        kept_of = {
+            size: layers_bytes(kept_bytes, job, layout, *size) for size in set(sizes.values())
+        }
         found = []
-        for rank in range(layout.pipeline):
-            own = [chunk for chunk in shapes if facts.rank_of[chunk] == rank]
-            mine = [(shapes[chunk].layers, shapes[chunk].dense) for chunk in own]
-            layers, dense = (sum(each) for each in zip(*mine, strict=True))
-            kept = facts.kept[rank] * min(kept_of(*each) for each in mine)
+        for own, held in zip(facts.chunks_of, facts.kept, strict=True):
+            mine = [sizes[chunk] for chunk in own]
+            layers, dense = sum(each[0] for each in mine), sum(each[1] for each in mine)
+            kept = held * min(kept_of[each] for each in mine)
             found.append((layers, 0 in own, len(shapes) - 1 in own, dense, kept))
         return found
 

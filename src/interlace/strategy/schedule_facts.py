@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from interlace.ir.actions import Action, Direction, Share
-from interlace.ir.stage_messages import chunks_of
+from interlace.ir.stage_messages import chain, chunks_of
 from interlace.schedules.finder import find
+from interlace.sim.pipeline_step import ListedActions
 from interlace.strategy.job_layout import JobLayout
 
 Actions = tuple[tuple[Action, ...], ...]
@@ -30,6 +31,8 @@ class ScheduleFacts:
     """By rank: how many actions run two strands."""
     cuts_backwards: bool
     """Whether gradients of weights are run apart."""
+    chunks_of: tuple[tuple[int, ...], ...]
+    """By rank, in their order."""
 
     @property
     def interleaves(self) -> bool:
@@ -56,6 +59,13 @@ def schedule_actions(name: str, ranks: int, micro_batches: int) -> Actions:
     return find(name).of_ranks(ranks, micro_batches)
 
 
+@lru_cache(maxsize=64)
+def listed_actions(name: str, ranks: int, micro_batches: int) -> ListedActions:
+    """The same in an order in which they can run."""
+    actions = schedule_actions(name, ranks, micro_batches)
+    return ListedActions(actions, chain(1 + max(chunks_of(actions))))
+
+
 @lru_cache(maxsize=256)
 def chunks_on_a_rank(schedule: str) -> int:
     """On average."""
@@ -74,12 +84,15 @@ def _facts(schedule: str, ranks: int, micro_batches: int) -> ScheduleFacts:
     actions = find(schedule).unproved(ranks, micro_batches, chunks_on_a_rank(schedule))
     kept, pairs = zip(*map(_counts, actions), strict=True)
     shares = {slot.strand.share for own in actions for a in own for slot in a.slots}
+    rank_of = chunks_of(actions)
+    chunks = sorted(rank_of)
     return ScheduleFacts(
         micro_batches=micro_batches,
-        rank_of=chunks_of(actions),
+        rank_of=rank_of,
         kept=kept,
         pairs=pairs,
         cuts_backwards=Share.WEIGHT in shares,
+        chunks_of=tuple(tuple(c for c in chunks if rank_of[c] == rank) for rank in range(ranks)),
     )
 
 

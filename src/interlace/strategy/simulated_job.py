@@ -18,7 +18,7 @@ from interlace.ir.actions import Action, Direction, Share
 from interlace.ir.graph import Kind
 from interlace.ir.stage_messages import chain, chunks_of
 from interlace.ir.timeline import Timeline
-from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, PipelineStep, simulate_pipeline
+from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, PipelineStep
 from interlace.strategy.chunk_cuts import chunk_shapes, even_cuts, given_cuts
 from interlace.strategy.job_layout import JobLayout, step_job
 from interlace.strategy.job_links import STAGE, JobLinks
@@ -32,7 +32,7 @@ from interlace.strategy.rank_memory import (
     rank_memory,
     rank_parameters,
 )
-from interlace.strategy.schedule_facts import Actions, schedule_actions
+from interlace.strategy.schedule_facts import Actions, listed_actions, schedule_actions
 from interlace.strategy.step_ends import StepEnds, ends_of, with_ends
 
 
@@ -147,16 +147,16 @@ def simulate_job(
     job, links, times = parts.job, parts.links, parts.times
     actions = schedule_actions(layout.schedule, layout.pipeline, layout.micro_batches)
     counts, first = _phases(actions)
-    cuts = cuts_of(config, layout, job, 1 + max(chunks_of(actions)))
+    rank_of = chunks_of(actions)
+    cuts = cuts_of(config, layout, job, 1 + max(rank_of))
     shapes = chunk_shapes(cuts, job.layers, job.dense_layers)
     costs = {name: times.of(a.slots, shapes) for name, a in first.items()}
-    step = simulate_pipeline(actions, _pipeline_costs(parts, layout, shapes, costs))
+    listed = listed_actions(layout.schedule, layout.pipeline, layout.micro_batches)
+    step = listed.step(_pipeline_costs(parts, layout, shapes, costs))
     memory = _memory(job, layout, actions, shapes, step)
     ends = [
-        ends_of(
-            links, times, layout, shapes, [c for c, on in chunks_of(actions).items() if on == r]
-        )
-        for r in range(layout.pipeline)
+        ends_of(links, times, layout, shapes, [c for c, on in rank_of.items() if on == rank])
+        for rank in range(layout.pipeline)
     ]
     exposed, busy = _communication(counts, costs, ends)
     whole = with_ends(step, ends)
