@@ -212,7 +212,7 @@ def _simumax_strategy(step: MeasuredStep) -> dict[str, Any]:
 def applies(peer: str, source: str, step: MeasuredStep) -> str:
     """The GPU's file that a row is run with; empty where the tool does not describe it."""
     job, gpu = step.job, source.rpartition(", ")[2]
-    plain = job.sharding < 3 and job.recompute != "alternate"
+    plain = job.sharding < 3 and job.recompute != "alternate" and step.layout is None
     kind = next((name for name in ("GH200", "B200", "A100") if gpu.startswith(name)), "")
     if not plain or source.startswith("torchtitan"):
         return ""

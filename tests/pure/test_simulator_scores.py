@@ -15,11 +15,11 @@ def _scores() -> dict[str, SourceScore]:
 
 
 def test_every_row_is_used_or_left_out_for_a_reason() -> None:
-    """None of the 614 rows of many hosts and the 1,440 of one is lost."""
+    """None of the 638 rows of many hosts and the 1,440 of one is lost."""
     sources = measured_rows().values()
     used = sum(len(rows.steps) for rows in sources)
-    assert used + sum(sum(rows.left_out.values()) for rows in sources) == 614 + 1440
-    assert used > 500 + 1400
+    assert used + sum(sum(rows.left_out.values()) for rows in sources) == 638 + 1440
+    assert used > 570 + 1400
     assert all(reason for rows in sources for reason in rows.left_out)
 
 
@@ -33,12 +33,19 @@ def test_every_row_is_used_or_left_out_for_a_reason() -> None:
         ("vTrain, one", 0.28, 0.12, 0.87),
         ("SimuMax", 0.08, 0.05, 0.98),
         ("Sailor", 0.65, 0.3, 0.92),
-        ("BigScience", 0.10, 0.07, 0.78),
+        ("BigScience", 0.05, 0.05, 0.86),
+        ("Megatron-LM (SC", 0.03, 0.03, 0.98),
+        ("Megatron-LM (arXiv", 0.06, 0.04, 0.98),
     ],
 )
 def test_errors_stay_what_they_are(start: str, before: float, after: float, rank: float) -> None:
-    """At most these mean errors without a fit and after it, at least this correlation of ranks."""
-    scores = [score for name, score in _scores().items() if name.startswith(start)]
+    """At most these mean errors without a fit and after it, at least this correlation of ranks, of
+    rows that the step model describes."""
+    scores = [
+        score
+        for name, score in _scores().items()
+        if name.startswith(start) and "simulated" not in name
+    ]
     assert scores
     for score in scores:
         assert score.before < before
@@ -48,11 +55,31 @@ def test_errors_stay_what_they_are(start: str, before: float, after: float, rank
         assert score.rank_correlation > rank
 
 
+@pytest.mark.parametrize(
+    ("what", "rows", "error", "memory"),
+    [
+        ("ZB-1p simulated", 12, 0.05, 0.06),
+        ("ZB-2p simulated", 12, 0.09, 0.02),
+        ("rings simulated", 7, 0.08, 0.04),
+        ("decomposed, simulated", 2, 0.11, None),
+        ("MT-NLG (arXiv 2201.11990), A100-80G-SXM", 3, 0.02, None),
+    ],
+)
+def test_errors_without_a_fit_of_few_rows(
+    what: str, rows: int, error: float, memory: float | None
+) -> None:
+    """At most these mean errors of time, and of memory where it is known."""
+    (score,) = (score for name, score in _scores().items() if name.endswith(what))
+    assert (score.rows, score.after) == (rows, None)
+    assert score.before < error
+    assert memory is None or 0 < (score.memory_error or 0) < memory
+
+
 def test_memory_is_near_where_it_was_allocated() -> None:
     """Within 5 % on average for the sources that tell allocated bytes of a known program."""
     found = {name: score.memory_error for name, score in _scores().items() if score.memory_rows}
     for name, error in found.items():
-        if name.startswith(("Zero", "SimuMax")):
+        if name.startswith(("Zero", "SimuMax")) and "simulated" not in name:
             assert error is not None
             assert error < 0.05
 

@@ -13,8 +13,7 @@ from statistics import mean
 import interlace.presets
 from interlace.bench.results import ResultRow
 from interlace.bench.simulator_rows import MeasuredStep, SourceRows
-from interlace.bench.simulator_scores import FEWEST_TO_FIT, mean_error, seconds_of, spearman
-from interlace.hardware.step_memory import peak_memory
+from interlace.bench.simulator_scores import FEWEST_TO_FIT, mean_error, prediction, spearman
 
 NAMES = {"calculon": "Calculon", "simumax": "SimuMax"}
 FACTORS = tuple(0.5 + 0.02 * step for step in range(126))
@@ -96,7 +95,7 @@ def peer_scores(rows: SourceRows) -> list[PeerScore]:
 
 
 def _ours(step: MeasuredStep) -> PeerStep:
-    return PeerStep("", "", seconds_of(step), peak_memory(step.job).total_bytes / 2**30)
+    return PeerStep("", "", *prediction(step))
 
 
 def _score(steps: list[MeasuredStep], said: list[PeerStep]) -> RowsScore:

@@ -1,7 +1,8 @@
 """Rows of `simulator`: published steps as jobs on clusters, or why one is left out.
 
 What a program does (fused attention, float32 gradients, ...) is a setting of its source. What a
-host has is its cluster. Neither has a number that was made to fit a row.
+host has is its cluster. Neither has a number that was made to fit a row, but for the bytes of
+DeepSpeed's engine, which are those of one source and used for another.
 """
 
 import csv
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import interlace.presets
+from interlace.bench.simulator_jobs import ZERO_BUBBLE, layout_of_job
 from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster, load_cluster
 from interlace.hardware.step_job import StepJob
+from interlace.strategy.job_layout import JobLayout
 
 RECOMPUTE = {
     "full": "full",
@@ -21,8 +24,13 @@ RECOMPUTE = {
     "": "none",
     "selective op": "alternate",
     "selective layer": "alternate",
+    "attention": "attention",
 }
 """Words of the table. torchtitan's selections keep every other matmul, or every other layer."""
+DEEPSPEED_BYTES = 51.0
+"""For each parameter of a rank and micro-batch, in DeepSpeed's pipeline engine of 2021 and 2022: 6,
+as elsewhere, and what MT-NLG's three steps are longer than those of Megatron's own engine. What it
+does in that time is not known."""
 GPT2_VOCAB = 50304
 """Of Megatron's GPT-2 vocabulary, for sources that do not say theirs."""
 
@@ -39,6 +47,8 @@ class MeasuredStep:
     """The file in `presets/measured`."""
     row: int
     """Of the table, the first below its header being 1."""
+    layout: JobLayout | None = None
+    """How it is simulated, if the step model does not describe it."""
 
 
 @dataclass
@@ -66,7 +76,11 @@ def source_settings(source: str) -> dict[str, Any]:
         "vTrain, one host": megatron_deepspeed,
         "SimuMax": {"gated": True},
         "Sailor": megatron_deepspeed,
-        "BigScience BLOOM": megatron_deepspeed,
+        "BigScience BLOOM": megatron_deepspeed | {"summed_bytes": DEEPSPEED_BYTES},
+        "MT-NLG (arXiv 2201.11990)": megatron_deepspeed | {"summed_bytes": DEEPSPEED_BYTES},
+        "Megatron-LM (SC 2021)": megatron_deepspeed,
+        "Megatron-LM (arXiv 2205.05198)": megatron_deepspeed,
+        "ZeRO-3 (SC 2021)": megatron_deepspeed,
         "Alpa": megatron_deepspeed,
     }[source]
 
@@ -100,6 +114,8 @@ def measured_rows() -> dict[str, SourceRows]:
     clusters: dict[str, Cluster] = {}
     for row in [*_table("training.csv"), *map(_one_host, _table("single_node.csv"))]:
         name = f"{row['source']}, {row['gpu'].partition(' ')[0]}"
+        if simulated := _simulated(row):
+            name += f", {simulated}"
         rows = found.setdefault(name, SourceRows(name))
         reason = _why_not(row)
         if not reason:
@@ -136,12 +152,6 @@ def _why_not(row: dict[str, str]) -> str:
         return "computes in 8 bits"
     if row["ep"] not in ("", "1") or "DeepSeek" in row["model"]:
         return "mixture of experts"
-    if row["cp"] not in ("", "1"):
-        return "context parallel"
-    if "schedule ZB" in row["notes"]:
-        return "zero-bubble schedule"
-    if row["notes"] == "async TP":
-        return "decomposed collectives"
     if "typo" in row["notes"]:
         return "a misprint in the source"
     if not all(row[key] for key in ("heads", "layers", "micro_batch", "tp", "pp", "dp")):
@@ -150,6 +160,21 @@ def _why_not(row: dict[str, str]) -> str:
     if int(row["global_batch"]) % replicas:
         return "batch does not divide"
     return ""
+
+
+def _simulated(row: dict[str, str]) -> str:
+    """What of a row the step model does not describe, and simulations do; or nothing."""
+    if _zero_bubble(row):
+        return f"{_zero_bubble(row)} simulated"
+    if row["cp"] not in ("", "1"):
+        return "rings simulated"
+    if row["notes"] == "async TP":
+        return "decomposed, simulated"
+    return ""
+
+
+def _zero_bubble(row: dict[str, str]) -> str:
+    return next((name for name in ZERO_BUBBLE if f"schedule {name}" in row["notes"]), "")
 
 
 def _step(row: dict[str, str], cluster: Cluster) -> MeasuredStep:
@@ -161,6 +186,8 @@ def _step(row: dict[str, str], cluster: Cluster) -> MeasuredStep:
         settings["gradient_bytes"] = 2 if "PURE" in row["notes"] else 4
     if "eager" in row["notes"]:
         settings["fused_operators"] = False
+    if "sequence parallel" in row["notes"]:
+        settings["sequence_parallel"] = True
     layers, pipeline = number("layers", 1), number("pp", 1)
     # Two slots of the pipeline are taken by the embedding and the head where only so it divides.
     even = layers % pipeline == 0
@@ -178,6 +205,8 @@ def _step(row: dict[str, str], cluster: Cluster) -> MeasuredStep:
         tensor=number("tp", 1),
         pipeline=pipeline,
         data=number("dp", 1),
+        context=number("cp", 1),
+        ring=number("cp", 1) > 1,
         chunks=number("vpp", 1),
         end_layers_fewer=fewer,
         recompute=RECOMPUTE[row["recompute"]],  # type: ignore[arg-type]
@@ -185,6 +214,10 @@ def _step(row: dict[str, str], cluster: Cluster) -> MeasuredStep:
         **settings,
     )
     memory = float(row["memory_gib"]) if row["memory_gib"] else None
+    layout = None
+    if _simulated(row):
+        schedule = ZERO_BUBBLE.get(_zero_bubble(row), "")
+        layout = layout_of_job(job, schedule=schedule, decompose=row["notes"] == "async TP")
     return MeasuredStep(
         cluster=cluster,
         job=job,
@@ -192,4 +225,5 @@ def _step(row: dict[str, str], cluster: Cluster) -> MeasuredStep:
         memory_gib=memory,
         table=row["table"],
         row=int(row["number"]),
+        layout=layout,
     )

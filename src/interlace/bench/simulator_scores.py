@@ -2,7 +2,7 @@
 
 The two are a factor on all rates of the device (clock, power, version of the libraries) and the
 time that the host takes to start one kernel. They are chosen from a grid by the mean error on every
-third row, and are held against the others.
+third row, and are held against the others. Nothing is fitted to rows that are simulated.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from statistics import correlation, mean
 
+from interlace.bench.simulator_jobs import simulated_step
 from interlace.bench.simulator_rows import MeasuredStep, SourceRows
 from interlace.hardware.device_rates import DeviceRates
 from interlace.hardware.step_memory import peak_memory
@@ -52,17 +53,21 @@ def score_source(rows: SourceRows) -> SourceScore | None:
     steps = rows.steps
     if not steps:
         return None
-    plain = [seconds_of(step) for step in steps]
+    predicted = [prediction(step) for step in steps]
+    plain = [seconds for seconds, _ in predicted]
     measured = [step.seconds for step in steps]
     after = unfitted = speed = launch_s = None
-    if len(steps) >= FEWEST_TO_FIT:
+    if len(steps) >= FEWEST_TO_FIT and all(step.layout is None for step in steps):
         rest = [step for index, step in enumerate(steps) if index % 3]
         speed, launch_s = fit(steps[::3])
-        predicted = [seconds_of(step, speed, launch_s) for step in rest]
-        after = mean_error(predicted, [step.seconds for step in rest])
+        fitted = [seconds_of(step, speed, launch_s) for step in rest]
+        after = mean_error(fitted, [step.seconds for step in rest])
         unfitted = mean_error([seconds_of(step) for step in rest], [s.seconds for s in rest])
-    known = [(s.job, s.memory_gib) for s in steps if s.memory_gib is not None]
-    gib = [peak_memory(job).total_bytes / 2**30 for job, _ in known]
+    known = [
+        (gib, step.memory_gib)
+        for (_, gib), step in zip(predicted, steps, strict=True)
+        if step.memory_gib is not None
+    ]
     return SourceScore(
         name=rows.name,
         rows=len(steps),
@@ -74,13 +79,21 @@ def score_source(rows: SourceRows) -> SourceScore | None:
         speed=speed,
         launch_us=None if launch_s is None else launch_s * 1e6,
         rank_correlation=spearman(plain, measured) if len(steps) >= FEWEST_TO_FIT else None,
-        memory_error=mean_error(gib, [m for _, m in known]) if known else None,
+        memory_error=mean_error(*map(list, zip(*known, strict=True))) if known else None,
         memory_rows=len(known),
     )
 
 
+def prediction(step: MeasuredStep) -> tuple[float, float]:
+    """(seconds, GiB of the fullest rank), with nothing fitted."""
+    if step.layout is not None:
+        found = simulated_step(step.cluster, step.job, step.layout)
+        return found.seconds, found.memory_gib
+    return seconds_of(step), peak_memory(step.job).total_bytes / 2**30
+
+
 def seconds_of(step: MeasuredStep, speed: float = 1.0, launch_s: float | None = None) -> float:
-    """Predicted seconds, with the rates of the device times `speed`."""
+    """Predicted seconds by the step model, with the rates of the device times `speed`."""
     device = step.cluster.device
     changed: DeviceRates = replace(
         device,

@@ -44,9 +44,6 @@ BACKWARD_PASSES = 1.5
 FORWARD_KERNELS = 16
 """On the device, in a program whose small operators are fused as Megatron's are."""
 BACKWARD_KERNELS = 28
-SUMMED_BYTES = 6.0
-"""For each parameter, to add a micro-batch's gradient to the sum: read, read and write in 16 bits;
-or read and write in float32 inside the matmul, which then writes no 16 bits."""
 EXPERT_KERNELS = (35, 40)
 """More of them in a layer with experts, forward and backward, and three for each expert of a rank
 in a backward: counted from the operators of `interlace.models`."""
@@ -157,7 +154,7 @@ def layer_passes(cluster: Cluster, device: DeviceRates, job: StepJob) -> tuple[P
     backward_s += moved_s(device, moved * BACKWARD_PASSES, more * (BACKWARD_KERNELS - 10))
     exchange_s = 2 * tensor_exchange_s(cluster, job)
     if job.micro_batches > 1 and job.sharding < 3:  # added to the sum of the micro-batches
-        summed = SUMMED_BYTES * (job.shared_parameters + job.expert_parameters) / job.tensor
+        summed = job.summed_bytes * (job.shared_parameters + job.expert_parameters) / job.tensor
         backward_s += moved_s(device, summed, 4)
     kernels, kernels_back = FORWARD_KERNELS, BACKWARD_KERNELS
     if (experts := job.experts) is not None:

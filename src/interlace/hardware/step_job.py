@@ -68,6 +68,10 @@ class StepJob:
     """What replicas share out: 1 optimizer state, 2 gradients too, 3 weights too (ZeRO)."""
     gradient_bytes: int = 4
     """Of a gradient kept for the sum of micro-batches, and on the wire."""
+    summed_bytes: float = 6.0
+    """Read and written for each parameter to add a micro-batch's gradient to the sum: read, read
+    and write in 16 bits; or read and write in float32 inside the matmul, which then writes no 16
+    bits."""
     overlap_gradients: bool = False
     """The sum over replicas runs under the last backward; always so with `sharding = 3`."""
 
