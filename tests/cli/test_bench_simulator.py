@@ -1,6 +1,7 @@
 """`interlace bench simulator` prints its scores, says what it left out, and writes them down."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,10 @@ def test_it_prints_and_writes_its_scores(
         "matmuls, A100-PCIe-80G": pytest.approx(0.041, abs=0.001),
         "matmuls, B200-SXM": pytest.approx(0.151, abs=0.001),
     }
+    decomposed = {row["metric"]: row for row in rows if row["case"] == "decomposed, CommFuse"}
+    assert decomposed["data_slicing_ms"]["ours"] == pytest.approx(78.5 + 43.8 / 8, abs=0.1)
+    assert decomposed["decomposed_ms"]["ours"] == pytest.approx(78.5, abs=0.1)
+    assert re.search(r"\ndecomposed +77\.1 +78\.5 +1\.02", printed)
     strands = [row for row in rows if row["metric"] == "factor"]
     assert "GPT 18B, A40, 8K: dp 8, tp 8  " in printed
     assert all(row["ours"] > 1 for row in strands)

@@ -47,6 +47,7 @@ simulator_jobs.py      rows that only the simulation of layouts describes
 simulator_scores.py    its scores, and two numbers fitted to a third of the rows
 simulator_peers.py     what other simulators said of the same rows
 simulator_lab.py       what our own benches predicted of their steps, as recorded
+simulator_decomposed.py  CommFuse's layer with decomposed collectives, against a simulated one
 simulator_strands.py   DHelix's factors of two strands over one, against simulated ones
 results.py             the form of every result: rows, environment, table, JSON file
 """

@@ -1,12 +1,13 @@
 """Published training steps against the step model of `interlace.hardware`, by source.
 
-Computes the step of every row of `presets/measured/training.csv` that the model describes, and says
-which it does not. Then two numbers for each source, a factor on the rates of its devices and the
-host's time per operator, are fitted to every third row and held against the others. Needs no GPU
-and no second process; takes seconds. Single matmuls are held against measured ones as well, and
-published factors of two strands over one against `interlace.strategy`. What other simulators said
-of the same rows stands beside ours, as it was recorded, and so does what our own benches predicted
-of the steps that they ran.
+Computes the step of every row of `presets/measured/training.csv` that the model describes,
+simulates those that only `interlace.strategy` does, and says which neither does. Then two numbers
+for each source, a factor on the rates of its devices and the host's time per operator, are fitted
+to every third row that the model describes and held against the others. Needs no GPU and no second
+process; takes half a minute. Single matmuls are held against measured ones as well, and published
+factors of two strands over one and a layer with decomposed collectives against
+`interlace.strategy`. What other simulators said of the same rows stands beside ours, as it was
+recorded, and so does what our own benches predicted of the steps that they ran.
 """
 
 import csv
@@ -16,6 +17,12 @@ from statistics import mean
 
 import interlace.presets
 from interlace.bench.results import ResultRow, environment, write_json
+from interlace.bench.simulator_decomposed import HEADER as DECOMPOSED_HEADER
+from interlace.bench.simulator_decomposed import (
+    decomposed_rows,
+    decomposed_scores,
+    decomposed_table,
+)
 from interlace.bench.simulator_lab import HEADER as LAB_HEADER
 from interlace.bench.simulator_lab import lab_rows, lab_scores, lab_table
 from interlace.bench.simulator_peers import (
@@ -117,6 +124,9 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     print(aligned(HEADER, strand_table(strands), text_columns=1))
     print(f"factor_error {factor_error(strands):.1f} points, within {NEAR:.0f} points: ", end="")
     print(f"{within(strands)} of {len(strands)}")
+    decomposed = decomposed_scores()
+    print("\nCommFuse (arXiv 2604.24013, table 1), from its compute and its whole sum:")
+    print(aligned(DECOMPOSED_HEADER, decomposed_table(decomposed), text_columns=1))
     lab = lab_scores()
     print("\nour own benches: steps predicted from times measured just before, as recorded:")
     print(aligned(LAB_HEADER, lab_table(lab), text_columns=1))
@@ -124,7 +134,7 @@ def run(*, quick: bool, json_path: Path | None) -> int:
         result = [row for score in scores for row in result_rows(score)]
         result += peer_rows([each for found in peers.values() for each in found])
         result += [matmul_row(each) for each in matmuls]
-        result += strand_rows(strands) + lab_rows(lab)
+        result += strand_rows(strands) + decomposed_rows(decomposed) + lab_rows(lab)
         write_json(json_path, "simulator", environment("no link: computed"), result)
         print(json_path)
     return 0
