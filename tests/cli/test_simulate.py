@@ -103,3 +103,19 @@ def test_plain_words(tmp_path, capsys):
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
+
+
+def test_steps_that_vary(run_file, tmp_path, capsys):
+    """A line for each sort of variation that is asked for, and the seconds in the file."""
+    data = tmp_path / "data.json"
+    arguments = ["--cluster", "h100", "--noise", "0.05", "--straggler", "1.2", "--json", str(data)]
+    assert main(["simulate", str(run_file), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "passes vary by 0.05 of their mean: step " in out
+    assert "one device computes 1.2 times as long: step " in out
+    figures = json.loads(data.read_text())
+    assert all(each > figures["step_s"] for each in figures["varied_step_s"].values())
+    assert len(figures["varied_step_s"]) == 2
+    for wrong, said in (("--noise", "no deviation over a mean"), ("--straggler", "faster than")):
+        assert main(["simulate", str(run_file), "--cluster", "h100", wrong, "-2"]) != 0
+        assert said in capsys.readouterr().err

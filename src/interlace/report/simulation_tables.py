@@ -10,6 +10,7 @@ from interlace.strategy.chunk_cuts import split_names
 from interlace.strategy.expected_error import expected_error
 from interlace.strategy.rank_memory import MemoryParts
 from interlace.strategy.simulated_job import SimulatedJob
+from interlace.strategy.varied_step import VariedStep
 from interlace.text import aligned, number, percent
 
 _GIB = 2**30
@@ -17,8 +18,9 @@ _RANK_HEADER = ("stage", "ranks", "layers", "compute s", "waits s", "memory GiB"
 _LANE_HEADER = ("lane", "busy s", "exposed s", "hidden")
 
 
-def simulation_summary(found: SimulatedJob) -> str:
-    """The step in one line, its communication by lane, its stages, memory, and how sure it is."""
+def simulation_summary(found: SimulatedJob, varied: Mapping[str, VariedStep] | None = None) -> str:
+    """The step in one line, its communication by lane, its stages, memory, and how sure it is.
+    `varied`: what else it takes, by what varies."""
     layout = found.layout
     lines = [
         f"{model_line(found)}, on {layout.ranks} ranks of {found.cluster.name}: {layout.text}",
@@ -30,6 +32,10 @@ def simulation_summary(found: SimulatedJob) -> str:
         f"{percent(found.mfu)}, HFU {percent(found.hfu)}",
         f"waiting for other stages {percent(found.bubble)} of all ranks' time; ends of the step "
         f"{percent(found.ends_s / found.seconds)}",
+        *(
+            f"{what}: step {seconds_text(each.seconds)} s, {percent(each.more)} longer"
+            for what, each in (varied or {}).items()
+        ),
         "",
         _lanes(found),
         "",
@@ -78,7 +84,9 @@ def memory_line(parts: MemoryParts) -> str:
     return f"{parts.total / _GIB:.1f} GiB ({named})"
 
 
-def simulation_data(found: SimulatedJob) -> dict[str, Any]:
+def simulation_data(
+    found: SimulatedJob, varied: Mapping[str, VariedStep] | None = None
+) -> dict[str, Any]:
     """The same for a JSON file."""
     layout = found.layout
     return {
@@ -97,6 +105,7 @@ def simulation_data(found: SimulatedJob) -> dict[str, Any]:
         "memory_bytes": [each.parts() | {"total": each.total} for each in found.memory],
         "fits": found.fits,
         "expected_error": expected_error(found.cluster, layout.schedule).share,
+        "varied_step_s": {what: each.seconds for what, each in (varied or {}).items()},
     }
 
 

@@ -13,6 +13,7 @@ chunk_cuts.py       where chunks of a model begin
 rank_memory.py      peak memory of a rank by what holds it
 step_ends.py        what a rank does once a step: gathers, reductions, the optimizer
 simulated_job.py    a step of all ranks that differ
+varied_step.py      its time where passes vary, or one device is slow
 expected_error.py   how far off that may be
 schedule_facts.py   what the schedule of a layout does, from its actions
 layout_space.py     all layouts that a run file may have on so many devices

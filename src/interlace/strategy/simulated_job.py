@@ -61,6 +61,12 @@ class SimulatedJob:
     """By stage."""
     phases: Mapping[str, Timeline]
     """Operators of each kind of action, of a few layers."""
+    passes: Mapping[str, PassCost]
+    """What each kind of action takes."""
+    costs: PipelineCosts
+    """The same with messages, as the pipeline was simulated."""
+    ends: tuple[StepEnds, ...]
+    """By stage: what it does once a step."""
 
     @property
     def rank_of(self) -> tuple[int, ...]:
@@ -152,7 +158,8 @@ def simulate_job(
     shapes = chunk_shapes(cuts, job.layers, job.dense_layers)
     costs = {name: times.of(a.slots, shapes) for name, a in first.items()}
     listed = listed_actions(layout.schedule, layout.pipeline, layout.micro_batches)
-    step = listed.step(_pipeline_costs(parts, layout, shapes, costs))
+    pipeline_costs = _pipeline_costs(parts, layout, shapes, costs)
+    step = listed.step(pipeline_costs)
     memory = _memory(job, layout, actions, shapes, step)
     ends = [
         ends_of(links, times, layout, shapes, [c for c, on in rank_of.items() if on == rank])
@@ -173,6 +180,9 @@ def simulate_job(
         communication_s=busy,
         memory=memory,
         phases={name: times.shown(a.slots, shapes) for name, a in sorted(first.items())},
+        passes=costs,
+        costs=pipeline_costs,
+        ends=tuple(ends),
     )
 
 
