@@ -40,7 +40,9 @@ from interlace.sim.pipeline_step import ACTION
 from wide import WIDE
 
 BESIDE_TENSOR = ("one_f_one_b", "folded", "zb_v", "interleaved", "stp", "eager_folded")
-BESIDE_REPLICAS = ("dual_pipe_v", "gpipe", "eager_one_f_one_b", "zb_h1", "one_f_one_b")
+BESIDE_REPLICAS = (
+    "dual_pipe_v", "gpipe", "eager_one_f_one_b", "zb_h1", "zb_h2", "one_f_one_b",
+)  # fmt: skip
 """All schedules between them; by all at once `test_stage_layouts` has a stage of both kinds."""
 BLOCKS = ("blocks.2", "blocks.4", "blocks.7")
 STEPS = 4
