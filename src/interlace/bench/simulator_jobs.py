@@ -14,7 +14,7 @@ from interlace.hardware.cluster import Cluster
 from interlace.hardware.step_job import StepJob
 from interlace.hardware.step_memory import layer_activation_bytes, stage_memory
 from interlace.model_config import ModelConfig
-from interlace.sim.pipeline_step import PipelineStep
+from interlace.sim.pipeline_step import ACTION, PipelineStep
 from interlace.strategy.chunk_cuts import split_names
 from interlace.strategy.job_layout import JobLayout
 from interlace.strategy.job_links import JobLinks
@@ -77,7 +77,7 @@ def _longest_rank_s(step: PipelineStep) -> float:
     """From a rank's first action to its last one, and its optimizer."""
     found = []
     for timeline in step.timelines:
-        own = [span for span in timeline.spans if span.kind == "action"]
+        own = [span for span in timeline.spans if span.kind == ACTION]
         update = sum(span.duration_ns for span in timeline.spans if span.kind == OPTIMIZER)
         found.append(own[-1].end_ns - own[0].start_ns + update)
     return max(found) / 1e9
