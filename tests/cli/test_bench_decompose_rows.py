@@ -220,6 +220,20 @@ def test_training_compares_both_with_the_better_of_the_two() -> None:
     assert "95.0 %" in text
 
 
+def test_jobs_of_a_case_are_put_together() -> None:
+    """Each job's first step warms up, and each predicts from its own operators."""
+    jobs = [
+        {"2": mode(100, 0.9) | {"predicted_ms": 80.0, "search": "merge"}},
+        {"2": mode(120, 0.7) | {"predicted_ms": 120.0, "search": "merge"}},
+    ]
+    found = {"eager": mode(180, 0.0)} | decompose_train.together(jobs)
+    case = TrainCase(target=0.5, rate="500mbit", micro_batches=2, comparison={"modes": found})
+    assert case.step_ms("2") == [100, 100, 120, 120]
+    assert found["2"]["hidden_fraction"] == pytest.approx(0.8)
+    assert found["2"]["predicted_ms"] == 100
+    assert "search" not in found["2"]
+
+
 @pytest.mark.parametrize("size", [decompose_train.FULL, decompose_train.QUICK])
 def test_training_runs_what_its_rows_need(size: Any) -> None:
     """With few micro-batches too, where strands alone help least."""

@@ -25,9 +25,8 @@ from pathlib import Path
 from interlace.bench import decompose_rows, decompose_train
 from interlace.bench.decompose_rows import DecomposeCase
 from interlace.bench.decompose_shapes import Job, Shape, write_job
-from interlace.bench.decompose_train import TrainCase
+from interlace.bench.decompose_train import TrainCase, TrainSize
 from interlace.bench.results import environment, write_json
-from interlace.bench.strands import Size
 from interlace.errors import InputError, RunError, nearest
 from interlace.lab import hosts
 from interlace.ranks.launch import launch
@@ -42,7 +41,7 @@ class Sizes:
 
     blocks: tuple[tuple[int, Job], ...]
     """Ranks, and what they do."""
-    training: Size
+    training: TrainSize
 
 
 # At most a quarter of what a quiet core does, so that moments in which others slow it down change
