@@ -54,12 +54,12 @@ def test_simulated_factors_are_possible() -> None:
 
 
 def test_the_error_is_the_one_that_is_told() -> None:
-    """In `interlace plan` and `simulate`, and in the documentation; 11 of 15 are within 6 points.
+    """In `interlace plan` and `simulate`, and in the documentation; 10 of 15 are within 6 points.
     Of experts too little is promised: what waits in their program is not all in ours. Our order is
     better than theirs in every row."""
     scores = strand_scores()
     assert factor_error(scores) == pytest.approx(FACTOR_POINTS, abs=0.05)
-    assert (within(scores), len(scores)) == (11, 15)
+    assert (within(scores), len(scores)) == (10, 15)
     assert all(score.own_factor > score.factor for score in scores)
     assert 1 < scores[-1].factor < scores[-1].row.factor
 

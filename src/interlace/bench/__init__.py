@@ -44,6 +44,7 @@ moe_world.py           its program: one rank that runs steps by all ways, in tur
 simulator.py           published training steps against the step model
 simulator_rows.py      its rows, as jobs on clusters, or why one is left out
 simulator_jobs.py      rows that only the simulation of layouts describes
+simulator_recipes.py   rows of NVIDIA's recipes for NeMo, all of them simulated
 simulator_scores.py    its scores, and two numbers fitted to a third of the rows
 simulator_peers.py     what other simulators said of the same rows
 simulator_lab.py       what our own benches predicted of their steps, as recorded

@@ -1,13 +1,13 @@
 """Published training steps against the step model of `interlace.hardware`, by source.
 
 Computes the step of every row of `presets/measured/training.csv` that the model describes,
-simulates those that only `interlace.strategy` does, and says which neither does. Then two numbers
-for each source, a factor on the rates of its devices and the host's time per operator, are fitted
-to every third row that the model describes and held against the others. Needs no GPU and no second
-process; takes half a minute. Single matmuls are held against measured ones as well, and published
-factors of two strands over one and a layer with decomposed collectives against
-`interlace.strategy`. What other simulators said of the same rows stands beside ours, as it was
-recorded, and so does what our own benches predicted of the steps that they ran.
+simulates those that only `interlace.strategy` does, with all of `recipes.csv`, and says which
+neither does. Then two numbers for each source, a factor on the rates of its devices and the host's
+time per operator, are fitted to every third row that the model describes and held against the
+others. Needs no GPU and no second process; takes a minute. Single matmuls are held against measured
+ones as well, and published factors of two strands over one and a layer with decomposed collectives
+against `interlace.strategy`. What other simulators said of the same rows stands beside ours, as it
+was recorded, and so does what our own benches predicted of the steps that they ran.
 """
 
 import csv

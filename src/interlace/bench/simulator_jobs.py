@@ -1,6 +1,6 @@
 """Rows of `simulator` that the step model does not describe, by the simulation of layouts that
 `interlace simulate` and searches use: pipelines that cut backwards in two, ranks that share
-sequences around a ring, collectives that are decomposed.
+sequences around a ring, collectives that are decomposed, experts.
 
 The program is the source's, with its kernels and its memory, not the trainer's. Ranks of zero
 bubble begin the next step without waiting for the others (arXiv 2401.10241, section 4), so a step
@@ -13,7 +13,7 @@ from interlace.config import DataConfig, Recompute, RunConfig
 from interlace.hardware.cluster import Cluster
 from interlace.hardware.step_job import StepJob
 from interlace.hardware.step_memory import layer_activation_bytes, stage_memory
-from interlace.model_config import ModelConfig
+from interlace.model_config import ExpertsConfig, ModelConfig
 from interlace.sim.pipeline_step import ACTION, PipelineStep
 from interlace.strategy.chunk_cuts import split_names
 from interlace.strategy.job_layout import JobLayout
@@ -51,6 +51,7 @@ def layout_of_job(job: StepJob, *, schedule: str = "", decompose: bool = False) 
         context=job.context,
         context_method="ring",
         tensor=job.tensor,
+        expert=job.experts.ranks if job.experts else 1,
         pipeline=job.pipeline,
         zero=3 if job.sharding == 3 else 1,
         schedule=schedule or plain,
@@ -61,12 +62,19 @@ def layout_of_job(job: StepJob, *, schedule: str = "", decompose: bool = False) 
     )
 
 
-def simulated_step(cluster: Cluster, job: StepJob, layout: JobLayout) -> SimulatedStep:
-    """Raises InputError if the cluster has fewer devices than the job has ranks."""
+def simulated_step(
+    cluster: Cluster, job: StepJob, layout: JobLayout, *, user_buffers: bool = False
+) -> SimulatedStep:
+    """With `user_buffers` tensor ranks overlap as TransformerEngine's do, and gather again in the
+    backward what they keep a part of, as Megatron's do. Raises InputError if the cluster has fewer
+    devices than the job has ranks."""
     links = JobLinks(cluster, layout)
     assert links.places
     once = replace(job, recompute="none") if job.recompute in _AGAIN else job  # the layout has it
-    times = PassTimes(LayerOperators(once, links, _ONE_BUCKET))
+    operators = LayerOperators(
+        once, links, _ONE_BUCKET, gathers_again=user_buffers, user_buffers=user_buffers
+    )
+    times = PassTimes(operators)
     found = simulate_job(_config(job), cluster, layout, JobParts(once, links, times))
     bypasses = layout.schedule in ZERO_BUBBLE.values()
     seconds = _longest_rank_s(found.step) if bypasses else found.seconds
@@ -95,8 +103,17 @@ def _memory_gib(job: StepJob, held: tuple[int, ...]) -> float:
 
 def _config(job: StepJob) -> RunConfig:
     """A run of the same shapes, whose chunks begin where the job's stages do."""
+    experts = ExpertsConfig()
+    if job.experts is not None:
+        experts = ExpertsConfig(
+            count=job.experts.count,
+            chosen=job.experts.chosen,
+            capacity_factor=job.experts.capacity,
+        )
+    dense = "llama" if job.gated else "gpt"
     model = ModelConfig(
-        architecture="llama" if job.gated else "gpt",
+        architecture="moe" if experts.count else dense,
+        experts=experts,
         layers=job.layers,
         width=job.hidden,
         heads=job.heads,
@@ -107,8 +124,12 @@ def _config(job: StepJob) -> RunConfig:
     config = RunConfig(model=model, data=DataConfig(sequence_length=job.sequence))
     if job.pipeline == 1:
         return config
-    stages = [round(layers) for layers in job.layers_of_stages()]
-    cuts = [sum(stages[:stage]) for stage in range(len(stages))]
+    sizes = [round(layers) for layers in job.layers_of_stages()]
+    if job.chunks > 1:
+        fewer, number = job.end_layers_fewer, job.pipeline * job.chunks
+        each = (job.layers + 2 * fewer) // number
+        sizes = [each - fewer, *[each] * (number - 2), each - fewer]
+    cuts = [sum(sizes[:chunk]) for chunk in range(len(sizes))]
     return replace(
         config,
         parallel=replace(config.parallel, pipeline=job.pipeline),

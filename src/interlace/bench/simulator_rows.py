@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import interlace.presets
+from interlace.bench import simulator_recipes
 from interlace.bench.simulator_jobs import ZERO_BUBBLE, layout_of_job
 from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster, load_cluster
@@ -49,6 +50,8 @@ class MeasuredStep:
     """Of the table, the first below its header being 1."""
     layout: JobLayout | None = None
     """How it is simulated, if the step model does not describe it."""
+    user_buffers: bool = False
+    """Whether its tensor ranks overlap as TransformerEngine's do."""
 
 
 @dataclass
@@ -127,7 +130,24 @@ def measured_rows() -> dict[str, SourceRows]:
                 reason = error.message
         if reason:
             rows.left_out[reason] = rows.left_out.get(reason, 0) + 1
+    for row in _table(simulator_recipes.TABLE):
+        name = simulator_recipes.recipe_name(row)
+        found.setdefault(name, SourceRows(name)).steps.append(_recipe(row))
     return found
+
+
+def _recipe(row: dict[str, str]) -> MeasuredStep:
+    job = simulator_recipes.recipe_job(row)
+    return MeasuredStep(
+        cluster=simulator_recipes.recipe_cluster(row["gpu"]),
+        job=job,
+        seconds=float(row["step_time_s"]),
+        memory_gib=None,
+        table=row["table"],
+        row=int(row["number"]),
+        layout=simulator_recipes.recipe_layout(job),
+        user_buffers=True,
+    )
 
 
 def _table(name: str) -> list[dict[str, str]]:

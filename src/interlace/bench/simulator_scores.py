@@ -87,7 +87,7 @@ def score_source(rows: SourceRows) -> SourceScore | None:
 def prediction(step: MeasuredStep) -> tuple[float, float]:
     """(seconds, GiB of the fullest rank), with nothing fitted."""
     if step.layout is not None:
-        found = simulated_step(step.cluster, step.job, step.layout)
+        found = simulated_step(step.cluster, step.job, step.layout, user_buffers=step.user_buffers)
         return found.seconds, found.memory_gib
     return seconds_of(step), peak_memory(step.job).total_bytes / 2**30
 

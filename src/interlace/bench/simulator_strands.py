@@ -7,11 +7,12 @@ time with two strands in the order of our own planner. Hosts are the presets `a4
 they are, shapes of models the presets of their names. What the paper leaves out is the same for all
 rows.
 
-Of both programs (github.com/DHeLlam-502/dhellam, patch and run script): 16-bit gradients, summed
-over replicas when the step is over, as nothing asks for overlap; stages that compute nothing while
-they send; keys and values around a ring. Megatron keeps a rank's part of what it gathers along the
-sequence and gathers it again in the backward, the published program keeps the whole. That pairs
-segments between barriers, and runs the work of a strand beside its own collective.
+Of both programs (github.com/DHeLlam-502/dhellam, patch and run script): 16-bit gradients, to which
+matmuls add, summed over replicas when the step is over, as nothing asks for overlap; stages that
+compute nothing while they send; keys and values around a ring. Megatron keeps a rank's part of what
+it gathers along the sequence and gathers it again in the backward, the published program keeps the
+whole. That pairs segments between barriers, and runs the work of a strand beside its own
+collective.
 """
 
 import csv
@@ -25,6 +26,7 @@ import interlace.presets
 from interlace.bench.results import ResultRow
 from interlace.config import DataConfig, RunConfig
 from interlace.hardware.cluster import Cluster, load_cluster
+from interlace.hardware.step_job import FUSED_SUM_BYTES
 from interlace.model_config import ExpertsConfig, ModelConfig
 from interlace.search.planner import Search
 from interlace.search.problem import Problem
@@ -237,9 +239,14 @@ def _parts(
     *,
     gathers_again: bool,
 ) -> JobParts:
-    """Megatron and DHelix have kernels of TransformerEngine: norms and activations are fused."""
+    """Megatron and DHelix have kernels of TransformerEngine: norms and activations are fused, and
+    matmuls add to the sums of gradients."""
     job = replace(
-        step_job(config, layout), fused_operators=True, gradient_bytes=2, overlap_gradients=False
+        step_job(config, layout),
+        fused_operators=True,
+        gradient_bytes=2,
+        summed_bytes=FUSED_SUM_BYTES,
+        overlap_gradients=False,
     )
     links = JobLinks(cluster, layout, TRANSFER_FACTOR, ATTENTION_FACTOR)
     bucket = config.parallel.bucket_mib * 2**20

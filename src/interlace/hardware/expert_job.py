@@ -43,6 +43,10 @@ class ExpertJob:
                 hint="1 is balanced; the metric expert_imbalance of a run is such a number",
             )
 
+    sent_once: bool = False
+    """Tensor ranks send parts of a row, which are gathered where its expert is, as Megatron does;
+    the trainer's send whole rows each."""
+
     @property
     def held(self) -> int:
         """Experts of one rank."""

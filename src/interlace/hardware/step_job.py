@@ -15,6 +15,10 @@ from interlace.errors import InputError
 from interlace.hardware.device_rates import AttentionKind
 from interlace.hardware.expert_job import ExpertJob
 
+FUSED_SUM_BYTES = 2.0
+"""`StepJob.summed_bytes` of a matmul that adds to a sum in 16 bits: what was there is read, and
+what is written is written instead of a gradient of its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepJob:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from interlace.hardware.step_job import StepJob
 from interlace.ir.graph import Kind
 from interlace.sim.decomposed import EXPERT_GROUPS, LEAST_GAIN, by_expert_ns
-from interlace.strategy.job_links import COUNTS, EXPERT, JobLinks
+from interlace.strategy.job_links import COUNTS, EXPERT, TENSOR, JobLinks
 from interlace.strategy.timed_graph import TimedGraph
 
 
@@ -42,7 +42,10 @@ def expert_times(job: StepJob, links: JobLinks, computed_s: float) -> ExpertTime
     size = 2.0 * job.tokens * experts.chosen * job.hidden * experts.fullest
 
     def rows_s(groups: int) -> float:
-        return links.seconds(EXPERT, Kind.ALL_TO_ALL, size / groups)
+        if not experts.sent_once:
+            return links.seconds(EXPERT, Kind.ALL_TO_ALL, size / groups)
+        part = links.seconds(EXPERT, Kind.ALL_TO_ALL, size / groups / job.tensor)
+        return part + links.seconds(TENSOR, Kind.ALL_GATHER, size / groups)
 
     def seconds(groups: int) -> float:
         one = round(1e9 * computed_s / groups), round(1e9 * rows_s(groups))

@@ -54,6 +54,8 @@ class LayerOperators:
     gathers_again: bool = False
     """Keep of what is gathered along the sequence only a rank's own part, and gather it again in
     the backward, beside the matmul for the gradient of the input (arXiv 2205.05198, 4.2.2)."""
+    user_buffers: bool = False
+    """Cut collectives as TransformerEngine does, and not as the trainer (`tensor_operators`)."""
 
     @property
     def device(self) -> DeviceRates:
@@ -123,7 +125,9 @@ class LayerOperators:
     @cached_property
     def tensor(self) -> TensorOperators:
         """What tensor ranks exchange, with the matmuls next to it."""
-        return TensorOperators(self.job, self.links, self.seconds, self._shapes)
+        return TensorOperators(
+            self.job, self.links, self.seconds, self._shapes, user_buffers=self.user_buffers
+        )
 
     @cached_property
     def head_seconds(self) -> tuple[float, float]:
@@ -244,13 +248,14 @@ class LayerOperators:
                 last = graph.add(f"activation {mark}", Kind.ELEMENTWISE, s["activation"], (last,))
                 behind = "down"
             else:
-                last = self.tensor.gather(graph, f"gather {block} {mark}", last)
+                if self._gathers_tokens:
+                    last = self.tensor.gather(graph, f"gather {block} {mark}", last)
                 last = experts_there(graph, self.experts, s, mark, (last, ready[1]), again=again)
             if behind and again:  # sums over ranks are kept
                 last = graph.add(f"{behind} {mark}", Kind.MATMUL, s[behind], (last,))
             elif behind:
                 last = self.tensor.sum_of(graph, behind, mark, total, last)
-            elif not again:
+            elif not again and self._gathers_tokens:
                 last = self.tensor.sum(graph, total, last)
         return last
 
@@ -304,11 +309,13 @@ class LayerOperators:
             late: list[tuple[str, str]] = []
             again, total = "", f"sum {block}' {layer}"
             if block == "ffn" and self.experts is not None:
-                last = self.tensor.gather(graph, f"gather {block}' {layer}", last)
+                if self._gathers_tokens:
+                    last = self.tensor.gather(graph, f"gather {block}' {layer}", last)
                 begun = len(graph.operators)
                 last, late = experts_back(graph, self.experts, s, mark, (last, *ready))
                 first = [graph.operators[begun].id]
-                last = self.tensor.sum(graph, total, last)
+                if self._gathers_tokens:
+                    last = self.tensor.sum(graph, total, last)
             else:
                 if block == "ffn":
                     last = gathered(block, "down", ready[0])
@@ -332,6 +339,11 @@ class LayerOperators:
             name = f"gradients {layer}" if lane == SHARD else f"gradients of experts {layer}"
             graph.add(name, Kind.REDUCE_SCATTER, seconds, sums, lane=lane, moved=reduced)
         return last
+
+    @property
+    def _gathers_tokens(self) -> bool:
+        """Whether tokens are gathered in front of a router, and their results summed."""
+        return self.job.experts is None or not self.job.experts.sent_once
 
     @property
     def _rings(self) -> bool:

@@ -104,7 +104,7 @@ def ends_of(
     gather_s, reduce_s = sum(s for _, s in gathers), sum(s for *_, s in reductions)
     gather_exposed, reduce_exposed = gather_s, reduce_s
     if job.overlap_gradients:
-        whole = ChunkShape(job.layers, True, job.dense_layers)
+        whole = ChunkShape(layers, last in own, dense)
         forward = times.of_passes(((Direction.FORWARD, Share.WHOLE, whole),)).ns / 1e9
         backward = times.of_passes(((Direction.BACKWARD, Share.WHOLE, whole),)).ns / 1e9
         gather_exposed = _left(gather_s, forward, layers)

@@ -38,6 +38,10 @@ class TensorOperators:
     """Of matmuls, by name; those of a backward end in `'`."""
     shapes: Mapping[str, tuple[int, int]]
     """(columns, depth) of a forward's matmuls on one rank."""
+    user_buffers: bool = False
+    """TransformerEngine's way to cut: slices are multiplied on several streams, so that the waves
+    of one fill up with those of the next, and arrive in one buffer; the sums of a backward stay
+    whole, beside the matmuls for gradients of weights."""
 
     @cached_property
     def exchange(self) -> tuple[float, float]:
@@ -60,6 +64,8 @@ class TensorOperators:
         for name, (columns, depth) in self.shapes.items():
             for mark, shape in (("", (columns, depth)), ("'", (depth, columns))):
                 gathers, matmul = (name in _FED) == (mark == ""), f"{name}{mark}"
+                if self.user_buffers and mark and not gathers:
+                    continue
                 cuts = [
                     self._cut(matmul, shape, pieces, gathers=gathers)
                     for pieces in ways_of(layout.decompose, layout.pieces)
@@ -80,16 +86,21 @@ class TensorOperators:
         kind = Kind.ALL_GATHER if gathers else Kind.REDUCE_SCATTER
         kind = kind if slicing else Kind.SEND
         one = matmul_s(device, math.ceil(job.tokens / slices), *shape)
+        share = one / matmul_s(device, job.tokens, *shape)
+        if self.user_buffers:
+            share = 1 / slices
         return CutCollective(
             kind=kind,
             ranks=job.tensor,
             pieces=pieces,
             ring=layout.decompose not in ("direct", "slicing"),
-            compute_s=self.seconds[name] * one / matmul_s(device, job.tokens, *shape),
+            compute_s=self.seconds[name] * share,
             transfer_s=self.links.seconds(TENSOR, kind, size),
             moved=size,
             add_s=0.0 if slicing else moved_s(device, 3 * size),
-            copy_s=0.0 if slicing else moved_s(device, 2 * self._bytes, job.tensor),
+            copy_s=0.0
+            if slicing or self.user_buffers
+            else moved_s(device, 2 * self._bytes, job.tensor),
         )
 
     def gather_into(
