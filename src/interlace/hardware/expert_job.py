@@ -28,6 +28,9 @@ class ExpertJob:
     """Rows of the fullest expert over the mean of all; 1 is balanced."""
     capacity: float = 0.0
     """Most rows that an expert takes over the mean of all that were routed; 0: all of them."""
+    sent_once: bool = False
+    """Tensor ranks send parts of a row, which are gathered where its expert is, as Megatron does;
+    the trainer's send whole rows each."""
 
     def __post_init__(self) -> None:
         if self.count % self.ranks:
@@ -42,10 +45,6 @@ class ExpertJob:
                 f"token meets {self.chosen}, has between 1 and {most:g} times the mean",
                 hint="1 is balanced; the metric expert_imbalance of a run is such a number",
             )
-
-    sent_once: bool = False
-    """Tensor ranks send parts of a row, which are gathered where its expert is, as Megatron does;
-    the trainer's send whole rows each."""
 
     @property
     def held(self) -> int:
