@@ -1,7 +1,7 @@
 """Rows of `simulator` from NVIDIA's recipes for DGX Cloud, all of them simulated.
 
 NeMo on 8 to 2,304 H100 and 128 to 512 GB200 (github.com/NVIDIA/dgxc-benchmarking, tables in 16 bits
-of releases 25.01 to 25.05.02), with the layouts of its tables and the settings of its files:
+of releases 25.01 to 25.05.02), with the layouts of its tables and these settings of its files:
 
     ub_tp_comm_overlap              tensor ranks exchange parts under their matmuls
     ub_tp_comm_overlap_cfg          by kernels that hold few multiprocessors (`num_sm`)
@@ -13,7 +13,9 @@ of releases 25.01 to 25.05.02), with the layouts of its tables and the settings 
     moe_expert_capacity_factor      1, so that no expert has more rows than another
     NVTE_FUSED_ATTN                 attention is cuDNN's if 1, FlashAttention 2 if 0
 
-The trainer's collectives are cut in another way, so its steps are not these (`tensor_operators`).
+Read were those of GPT 175B, Nemotron and Grok-1 and the start script of Llama; the others are taken
+to be alike. How TransformerEngine and Megatron do it is in `tensor_operators` and `ExpertJob`. The
+trainer does it in another way, so its steps are not these.
 """
 
 from dataclasses import replace
@@ -27,9 +29,9 @@ from interlace.strategy.job_layout import JobLayout
 TABLE = "recipes.csv"
 """In `presets/measured`; its `source` is the release."""
 SMS_HELD = 7
-"""Mean of `num_sm` of the ten exchanges of a layer: 4, 8, 2 and 4 of those in one piece beside
-another matmul, 24 and 20 of the scattered sums of a forward, and 1 of the four rings, which set
-none."""
+"""Mean of `num_sm` of the ten exchanges of a layer of GPT 175B: 4, 8, 2 and 4 of those in one piece beside
+another matmul, 24 and 20 of the scattered sums of a forward, and 1 of the four rings, for which
+it has none."""
 _CLUSTERS = {"H100": "h100", "GB200": "gb200"}
 _GATED = ("Llama", "Grok")
 

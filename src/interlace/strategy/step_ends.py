@@ -1,10 +1,10 @@
 """What a rank does once a step, around its actions: gathers and reductions, and the optimizer.
 
 On one stage, sums of gradients are reduced under the last backward, layer by layer as they are
-ready, and with ZeRO-1 the weights gathered under the first forward. A stage of a pipeline, and a
-program that hides neither (`StepJob.overlap_gradients`), reduces when its actions are over, and
-gathers behind the optimizer. Experts do the same with the ranks that
-hold the same ones, one after the other with the rest.
+ready, and with ZeRO-1 the weights gathered under the first forward. A stage of the trainer's
+pipelines, and any program that hides neither (`StepJob.overlap_gradients`), reduces when its
+actions are over, and gathers behind the optimizer. Experts do the same with the ranks that hold the
+same ones, one after the other with the rest.
 """
 
 from collections.abc import Mapping, Sequence
