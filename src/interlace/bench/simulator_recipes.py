@@ -29,9 +29,9 @@ from interlace.strategy.job_layout import JobLayout
 TABLE = "recipes.csv"
 """In `presets/measured`; its `source` is the release."""
 SMS_HELD = 7
-"""Mean of `num_sm` of the ten exchanges of a layer of GPT 175B: 4, 8, 2 and 4 of those in one piece beside
-another matmul, 24 and 20 of the scattered sums of a forward, and 1 of the four rings, for which
-it has none."""
+"""Mean of `num_sm` of the ten exchanges of a layer of GPT 175B: 4, 8, 2 and 4 of those in one piece
+beside another matmul, 24 and 20 of the scattered sums of a forward, and 1 of the four rings, for
+which it has none."""
 _CLUSTERS = {"H100": "h100", "GB200": "gb200"}
 _GATED = ("Llama", "Grok")
 
