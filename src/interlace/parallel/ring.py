@@ -9,8 +9,12 @@ half and a key half two are needed, and one of the two is the same for every ran
     s > r    (query 1, key 1) and (query 1, key 0)
 
 The one that differs is *selected* by indices that are data, so that all ranks run one program on
-equal shapes. In backward keys and values go around once more; the gradients of a block's keys
-and values go straight back to their owner, which adds them up in the order of the steps.
+equal shapes.
+
+A backward takes the steps in reverse. It begins with the keys that came last, which are all that a
+forward keeps, and keys go back the way that they came, so that a rank's own arrive for the last
+block. The gradients of a block's keys and values go straight to their owner, which adds them up.
+So the last of them travel beside the block of a rank's own keys, and no message is left alone.
 
 Letters: S sequence (a rank's part), B micro-batch, H query heads, K key/value heads, E head size,
 C = S / 2 (a half), Q = C * H / K: all queries of a half that share a key/value head. They see
@@ -72,8 +76,9 @@ def _ring(*args: Any) -> Tensor:
 class _Ring(Function):
     """Both passes in aten operators and functional collectives, so that both can be traced.
 
-    Saved are q, k, v, the output and the log-sum-exp, as by attention on one device. What the
-    selected pair of a late step adds to query half 1 is summed apart and joined at the end.
+    Saved are q, the output, the log-sum-exp, and the keys and values that came last, which take as
+    much as a rank's own. What the selected pair of a late step adds to query half 1 is summed apart
+    and joined at the end.
     """
 
     @staticmethod
@@ -116,51 +121,55 @@ class _Ring(Function):
         out_SBHE = _unfold(torch.stack((out[0], second_out)).to(q.dtype), q_SBHE.shape)
         lse = torch.stack((lse[0], second_lse))
         where = (early, foreign, query_halves, key_halves)
-        ctx.save_for_backward(q_SBHE, k_SBKE, v_SBKE, out_SBHE, lse, *where)
-        ctx.ring = (group, ranks, rank)
+        ctx.save_for_backward(q_SBHE, kv, out_SBHE, lse, *where)
+        ctx.ring = (group, ranks, rank, k_SBKE.shape)
         return out_SBHE
 
     @staticmethod
     def backward(ctx: Any, grad_SBHE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_SBHE, k_SBKE, v_SBKE, out_SBHE, lse, *where = ctx.saved_tensors
+        q_SBHE, kv, out_SBHE, lse, *where = ctx.saved_tensors
         early, foreign, query_halves, key_halves = where
-        group, ranks, rank = ctx.ring
-        kv_heads = k_SBKE.shape[2]
-        kv = _keys_and_values(k_SBKE, v_SBKE)
-        arriving = _send(kv, 1, group, ranks, rank)
-        of_own = attend_backward(
-            (_heads_first(q_SBHE), _heads_first(k_SBKE), _heads_first(v_SBKE)),
-            _heads_first(grad_SBHE),
-            _heads_first(out_SBHE),
-            _unfold_lse(lse, q_SBHE.shape),
-            causal=True,
-        )
-        dq, dk, dv = (_sequence_first(x) for x in of_own)
-        dq, dkv = _fold(dq, kv_heads).to(lse.dtype), _keys_and_values(dk, dv).to(lse.dtype)
-        grad, q, out = (_fold(x, kv_heads) for x in (grad_SBHE, q_SBHE, out_SBHE))
+        group, ranks, rank, keys_shape = ctx.ring
+        grad, q, out = (_fold(x, keys_shape[2]) for x in (grad_SBHE, q_SBHE, out_SBHE))
+        dq: Tensor | None = None
         late: Tensor | None = None
+        dkv: Tensor | None = None
         returning: Tensor | None = None
-        for step in range(ranks - 1):
-            kv = _functional.wait_tensor(arriving)
-            if step < ranks - 2:
-                arriving = _send(kv, 1, group, ranks, rank)
+        for step in reversed(range(ranks - 1)):
+            arriving = _send(kv, -1, group, ranks, rank)
             pair = _pair(q, kv, query_halves[step], key_halves[step])
             known = (_pick(x, query_halves[step]) for x in (grad, out, lse))
             of_pair = attend_backward(pair, *known, causal=False)
             pair_dq, pair_dk, pair_dv = (x.unflatten(0, (2, -1)) for x in of_pair)
             if returning is not None:
-                dkv = dkv + _functional.wait_tensor(returning)
+                dkv = _added(dkv, _functional.wait_tensor(returning), lse.dtype)
             back = _by_key_half(torch.stack((pair_dk, pair_dv)), early[step], foreign[step, 0])
             returning = _send(back, -(step + 1), group, ranks, rank)
-            if_late = pair_dq[_SELECTED].masked_fill(early[step], 0).to(dq.dtype)
-            late = late + if_late if late is not None else if_late
-            dq = dq + pair_dq.masked_fill(foreign[step].view(2, 1, 1, 1, 1), 0)
+            late = _added(late, pair_dq[_SELECTED].masked_fill(early[step], 0), lse.dtype)
+            if_own = pair_dq.masked_fill(foreign[step].view(2, 1, 1, 1, 1), 0)
+            dq = _added(dq, if_own, lse.dtype)
+            kv = _functional.wait_tensor(arriving)
+        of_own = attend_backward(
+            (_heads_first(q_SBHE), _halves_joined(kv[0]), _halves_joined(kv[1])),
+            _heads_first(grad_SBHE),
+            _heads_first(out_SBHE),
+            _unfold_lse(lse, q_SBHE.shape),
+            causal=True,
+        )
+        own_dq, own_dk, own_dv = (_sequence_first(x) for x in of_own)
+        assert dq is not None
         assert late is not None
         assert returning is not None
-        dkv = (dkv + _functional.wait_tensor(returning)).to(k_SBKE.dtype)
-        dq = torch.stack((dq[0], dq[1] + late)).to(q_SBHE.dtype)
-        of_keys = (_unfold(dkv[place], k_SBKE.shape) for place in range(2))
-        return _unfold(dq, q_SBHE.shape), *of_keys, None, None, None, None, None, None, None
+        dkv = _added(dkv, _functional.wait_tensor(returning), lse.dtype)
+        dkv = (dkv + _keys_and_values(own_dk, own_dv)).to(kv.dtype)
+        dq = torch.stack((dq[0], dq[1] + late)) + _fold(own_dq, keys_shape[2])
+        of_keys = (_unfold(dkv[place], keys_shape) for place in range(2))
+        nothing = (None,) * 7  # the indices, the group and the two numbers have no gradients
+        return _unfold(dq.to(q.dtype), q_SBHE.shape), *of_keys, *nothing
+
+
+def _added(total: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if total is None else total + x
 
 
 def _send(x: Tensor, distance: int, group: str, ranks: int, rank: int) -> Tensor:
@@ -212,6 +221,11 @@ def _keys_and_values(k_SBKE: Tensor, v_SBKE: Tensor) -> Tensor:
 
 # Kernels return strides that their traced shapes do not promise, so copies are asked for by
 # `clone`, which is traced even where the promised strides would need none.
+
+
+def _halves_joined(x: Tensor) -> Tensor:
+    """What travels of keys or of values, [2, B, K, C, E] -> [B, K, S, E], contiguous."""
+    return x.permute(1, 2, 0, 3, 4).clone(memory_format=torch.contiguous_format).flatten(2, 3)
 
 
 def _fold(x_SBHE: Tensor, kv_heads: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 Ulysses trades sequence for heads in three exchanges, of queries, of keys with values, and of
 results; gradients take the same way back. Around a ring keys and values take a hop beside each
-block of attention, and in a backward the gradients of each block go straight back to their owner.
+block of attention. A backward begins with the keys that came last, and the gradients of each block
+go straight back to their owner, the last of them beside the block of a rank's own keys.
 """
 
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def attention_back(
             come = _exchanged(graph, f"keys {block}' {mark}", times.keys, come)
         name = f"attention {block}' {mark}"
         needs = graph.add(name, Kind.ATTENTION, seconds / times.ranks, ready)
-        if block:
+        if block < times.ranks - 1:
             sums = _exchanged(graph, f"gradients {block} {mark}", times.keys, needs)
     return needs, sums
 
