@@ -13,6 +13,7 @@ micro-batches, so it says what a long step would hide.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from interlace.ir.graph import COMPUTE_LANE
@@ -73,7 +74,7 @@ class Timeline:
     rank: int
     spans: tuple[Span, ...]
 
-    @property
+    @cached_property
     def length_ns(self) -> int:
         """From 0 to the last end."""
         return max((span.end_ns for span in self.spans), default=0)

@@ -9,6 +9,7 @@ list_scheduling.py  event-driven list scheduling
 segment_pairs.py    the published baseline: segment pairs with barriers
 optimal.py          proven optima of small problems
 polish.py           an order improved by moving operators
+contended.py        the same under contention, judged by the simulation
 window.py           an order changed a window at a time
 window_memory.py    its memory
 evaluator.py        how long an order takes, fast

@@ -17,6 +17,7 @@ from interlace.ir.timeline import WAIT, Timeline
 from interlace.old_words import present_search
 from interlace.own_code import load_function
 from interlace.schedules.finder import Schedule, of_strands
+from interlace.search.contended import polish_contended
 from interlace.search.evaluator import Evaluator
 from interlace.search.list_scheduling import order_list
 from interlace.search.memory import peak_bytes
@@ -196,10 +197,18 @@ def plan_phase(problem: Problem, search: str | Search) -> PhasePlan:
     fitting = [found for found in candidates if _fits(problem, found[0])]
     if not fitting:
         raise _too_large(problem, candidates[0][0])
-    timelines = [_simulate(problem, *found) for found in fitting]
-    best = min(range(len(fitting)), key=lambda k: timelines[k].length_ns)
-    order, barriers = fitting[best]
-    return PhasePlan(order, timelines[best].length_ns, timelines[best].exposed_ns(), barriers)
+    tried = [(_simulate(problem, *found), *found) for found in fitting]
+    free = [each for each in tried if not each[2]]
+    if chosen.optimises and problem.slowed and free:
+        _, shortest, _ = min(free, key=_length_ns)
+        moved = polish_contended(problem, shortest)
+        tried.append((_simulate(problem, moved), moved, ()))
+    timeline, order, barriers = min(tried, key=_length_ns)
+    return PhasePlan(order, timeline.length_ns, timeline.exposed_ns(), barriers)
+
+
+def _length_ns(tried: tuple[Timeline, tuple[str, ...], tuple[str, ...]]) -> int:
+    return tried[0].length_ns
 
 
 def _leads(problem: Problem, own: Found, rivals: Sequence[Found]) -> bool:

@@ -8,6 +8,7 @@ every rank finds the same order.
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from interlace.search.evaluator import Evaluator
 from interlace.search.memory import Liveness
@@ -148,11 +149,18 @@ def _try(current: Windowed, memory: WindowedMemory | None, moves: "Moves", *, lo
     return spent
 
 
+class Ordered(Protocol):
+    """An order that moves change."""
+
+    world: Evaluator
+    order: list[int]
+
+
 class Moves:
     """Draws changes of an order that respect dependencies."""
 
     def __init__(
-        self, current: Windowed, chooser: random.Random, find_hot: Callable[[], list[int]]
+        self, current: "Ordered", chooser: random.Random, find_hot: Callable[[], list[int]]
     ) -> None:
         self.current = current
         self.chooser = chooser

@@ -15,7 +15,8 @@ class Problem:
 
     A search returns the ids of all operators in an order that respects dependencies; its length
     is that of `sim.lanes.simulate`, its memory that of `search.memory.peak_bytes`. Searches
-    work on `solo_ns` alone; the planner iterates them until the times include `contention`.
+    work on `solo_ns` alone; the planner gives them times that an earlier simulation found under
+    `contention`, and polishes what they find under it (`search.contended`).
     """
 
     graph: OpGraph
