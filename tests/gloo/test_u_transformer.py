@@ -269,7 +269,7 @@ def losses_of_example(start: list[str], picture: Path) -> list[float]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     done = subprocess.run(
         [*command, "--steps", "11", "--picture", str(picture)],
-        check=False, capture_output=True, text=True, timeout=150,
+        check=False, capture_output=True, text=True, timeout=400,
         env={**env, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -54,25 +54,35 @@ def test_simulated_factors_are_possible() -> None:
 
 
 def test_the_error_is_the_one_that_is_told() -> None:
-    """In `interlace plan` and `simulate`, and in the documentation; 10 of 15 are within 6 points.
-    Of experts too little is promised: what waits in their program is not all in ours. Our order is
-    better than theirs in every row."""
+    """In `interlace plan` and `simulate`, and in the documentation; 13 of 15 are within 6 points,
+    12 of the 14 dense ones. Our order is better than theirs in every row."""
     scores = strand_scores()
     assert factor_error(scores) == pytest.approx(FACTOR_POINTS, abs=0.05)
-    assert (within(scores), len(scores)) == (10, 15)
+    assert (within(scores), len(scores)) == (13, 15)
+    assert (within(scores[:-1]), scores[-1].row.expert) == (12, 8)
     assert all(score.own_factor > score.factor for score in scores)
-    assert 1 < scores[-1].factor < scores[-1].row.factor
 
 
-def test_the_link_of_sockets_is_that_of_one_strand() -> None:
-    """The fraction of it in preset `a40` was fitted to one strand of Llama 8B, whose rings cross it
-    as GPT 6.7B's do; both then run as fast as measured, and no gain was fitted."""
-    scores = [score for score in strand_scores(every=3) if "cp" in score.lanes]
-    fitted, other = (next(s for s in scores if s.row.model == m) for m in ("llama-8b", "gpt-6.7b"))
-    for score in (fitted, other):
+def test_the_link_of_sockets_is_that_of_every_third_row() -> None:
+    """The fraction of it in preset `a40` was fitted to gains of every third row, of which those
+    hang on it whose rings cross between sockets; one strand of both then runs as fast as
+    measured, to which nothing was fitted."""
+    third = [score for score in strand_scores(every=3) if score.row.cluster == "a40"]
+    crossing = [score for score in third if "cp" in score.lanes]
+    assert [score.row.model for score in crossing] == ["llama-8b", "gpt-6.7b"]
+    for score in crossing:
         assert score.row.tensor == 4
         assert score.tflops == pytest.approx(score.row.tflops, rel=0.03)
-        assert abs(score.points) < 2
+    assert sum(score.points**2 for score in crossing) < 54
+
+
+def test_rows_of_experts_are_gathered_whole() -> None:
+    """As the published program's Megatron does: each rank those of all, and results are summed
+    back; that is most of what a step waits for."""
+    score = strand_scores(every=14)[-1]
+    assert score.row.expert == 8
+    assert 0.5 * score.exposed[0] < score.lanes["ep"] < score.exposed[0]
+    assert score.exposed[1] < 0.3 * score.exposed[0]
 
 
 def test_scores_are_means_of_points() -> None:

@@ -240,9 +240,11 @@ def _parts(
     gathers_again: bool,
 ) -> JobParts:
     """Megatron and DHelix have kernels of TransformerEngine: norms and activations are fused, and
-    matmuls add to the sums of gradients."""
+    matmuls add to the sums of gradients. Rows of experts are gathered."""
+    plain = step_job(config, layout)
     job = replace(
-        step_job(config, layout),
+        plain,
+        experts=plain.experts and replace(plain.experts, gathered=True),
         fused_operators=True,
         gradient_bytes=2,
         summed_bytes=FUSED_SUM_BYTES,

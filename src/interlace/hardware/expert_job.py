@@ -31,6 +31,9 @@ class ExpertJob:
     sent_once: bool = False
     """Tensor ranks send parts of a row, which are gathered where its expert is, as Megatron does;
     the trainer's send whole rows each."""
+    gathered: bool = False
+    """Each rank gathers the rows of all of them whole and takes what its experts need, and results
+    are summed over them, as Megatron's core 0.5 does; the trainer's send rows where they belong."""
 
     def __post_init__(self) -> None:
         if self.count % self.ranks:

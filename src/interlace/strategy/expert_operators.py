@@ -5,7 +5,8 @@ the order of experts go to their ranks, and results come back. A backward goes t
 counts; what is computed again in one goes them with its rows. Ranks wait for the one with the
 fullest expert, so that compute and exchanges are those of that rank. Rows that a capacity drops are
 neither sent nor computed. With `overlap.decompose` a rank's experts are cut into groups, all of
-whose rows are on their way before any come back.
+whose rows are on their way before any come back. Another program gathers the rows of all ranks
+whole, and sums results (`ExpertJob.gathered`).
 """
 
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ class ExpertTimes:
     """Of all groups."""
     shared: bool
     """Whether there is a feed-forward that every token meets."""
+    ways: tuple[Kind, Kind] = (Kind.ALL_TO_ALL, Kind.ALL_TO_ALL)
+    """Of rows to their experts, and back."""
     groups: int = 1
     """Of a rank's experts: the rows of one are exchanged under another's matmuls. `rows_s` is that
     of one."""
@@ -40,8 +43,14 @@ def expert_times(job: StepJob, links: JobLinks, computed_s: float) -> ExpertTime
     if (experts := job.experts) is None:
         return None
     size = 2.0 * job.tokens * experts.chosen * job.hidden * experts.fullest
+    ways = (Kind.ALL_TO_ALL, Kind.ALL_TO_ALL)
+    if experts.gathered:
+        size = 2.0 * job.tokens * job.hidden * experts.ranks
+        ways = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
     def rows_s(groups: int) -> float:
+        if experts.gathered:
+            return links.seconds(EXPERT, ways[0], size / groups)
         if not experts.sent_once:
             return links.seconds(EXPERT, Kind.ALL_TO_ALL, size / groups)
         part = links.seconds(EXPERT, Kind.ALL_TO_ALL, size / groups / job.tensor)
@@ -61,6 +70,7 @@ def expert_times(job: StepJob, links: JobLinks, computed_s: float) -> ExpertTime
         counts_s=links.seconds(COUNTS, Kind.ALL_TO_ALL, 8.0 * experts.count),
         rows_s=rows_s(groups),
         rows_bytes=size,
+        ways=ways,
         shared=experts.shared > 0,
         groups=groups,
     )
@@ -135,12 +145,12 @@ def _by_group(
     what each step made of them, and what came back."""
     source, weights = given
 
-    def way(name: str, last: str) -> str:
+    def way(name: str, kind: Kind, last: str) -> str:
         moved = times.rows_bytes / times.groups
-        return graph.add(name, Kind.ALL_TO_ALL, times.rows_s, (last,), lane=EXPERT, moved=moved)
+        return graph.add(name, kind, times.rows_s, (last,), lane=EXPERT, moved=moved)
 
     numbers = [f" {group}" if times.groups > 1 else "" for group in range(times.groups)]
-    rows = [way(f"{ways[0]}{number}", source) for number in numbers]
+    rows = [way(f"{ways[0]}{number}", times.ways[0], source) for number in numbers]
     made: tuple[str, ...] = ()
     for number, last in zip(numbers, rows, strict=True):
         made = (last,)
@@ -148,5 +158,5 @@ def _by_group(
             sources = (made[-1], weights) if len(made) == 1 else (made[-1],)
             took = seconds[name] / times.groups
             made += (graph.add(f"{name} {mark}{number}", kind, took, sources),)
-        made += (way(f"{ways[1]}{number}", made[-1]),)
+        made += (way(f"{ways[1]}{number}", times.ways[1], made[-1]),)
     return made
