@@ -4,7 +4,7 @@ The other searches know contention only from a simulation that was made before: 
 what it took there, and lanes of one link are one queue. By those times they find what is about the
 best order. What is left is found here by moves that `sim.lanes.simulate` finds no longer, up to a
 number of operators simulated, so that every rank finds the same order. With keys of a ring and
-tensor collectives over one PCIe switch orders came out up to 9 % shorter, with one link 0 to 1 %.
+tensor collectives over one PCIe switch orders came out up to 8 % shorter, elsewhere 0 to 1 %.
 """
 
 import random
