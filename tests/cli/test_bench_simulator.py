@@ -34,6 +34,10 @@ def test_it_prints_and_writes_its_scores(
         "matmuls, A100-PCIe-80G": pytest.approx(0.041, abs=0.001),
         "matmuls, B200-SXM": pytest.approx(0.151, abs=0.001),
     }
+    recipes = sum(
+        row["ours"] for row in rows if row["metric"] == "rows_used" and "NeMo" in row["case"]
+    )
+    assert recipes == 15  # of 59
     decomposed = {row["metric"]: row for row in rows if row["case"] == "decomposed, CommFuse"}
     assert decomposed["data_slicing_ms"]["ours"] == pytest.approx(78.5 + 43.8 / 8, abs=0.1)
     assert decomposed["decomposed_ms"]["ours"] == pytest.approx(78.5, abs=0.1)

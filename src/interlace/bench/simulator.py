@@ -99,9 +99,10 @@ _HEADER = (
 
 
 def run(*, quick: bool, json_path: Path | None) -> int:
-    """Score all sources, print the tables, write JSON if asked. `quick` simulates two strands
-    for every fourth of their rows; all others take seconds."""
-    sources = list(measured_rows().values())
+    """Score all sources, print the tables, write JSON if asked. `quick` simulates every fourth of
+    NeMo's steps and of the rows with two strands; all others take seconds."""
+    every = 4 if quick else 1
+    sources = list(measured_rows(every).values())
     scores = [score for rows in sources if (score := score_source(rows)) is not None]
     peers = {rows.name: peer_scores(rows) for rows in sources}
     table = [line for score in scores for line in _lines(score, peers[score.name])]
@@ -119,7 +120,7 @@ def run(*, quick: bool, json_path: Path | None) -> int:
     print("\nmatmuls, by the share of the peak that was fitted to them:")
     for each in matmuls:
         print(f"  {each.gpu}: {each.rows} shapes, error {each.error:.1%}, worst {each.worst:.0%}")
-    strands = strand_scores(every=4 if quick else 1)
+    strands = strand_scores(every)
     print("\nDHelix on 64 devices (arXiv 2411.15871):")
     print(aligned(HEADER, strand_table(strands), text_columns=1))
     print(f"factor_error {factor_error(strands):.1f} points, within {NEAR:.0f} points: ", end="")
