@@ -12,6 +12,8 @@ from interlace.ir.costs import Contention
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
 from interlace.ir.plan import check
 from interlace.search.contended import polish_contended
+from interlace.search.contended_length import ContendedLength
+from interlace.search.evaluator import Evaluator
 from interlace.search.memory import peak_bytes
 from interlace.search.planner import plan_phase
 from interlace.search.problem import Problem
@@ -27,6 +29,23 @@ def length_ns(problem: Problem, order: tuple[str, ...]) -> int:
         issue_ns=problem.issue_ns,
         contention=problem.contention,
     ).length_ns
+
+
+@settings(max_examples=400)
+@given(data=st.data(), graph=pair_graphs(operators=(1, 7)), issue_ns=st.integers(0, 3))
+def test_lengths_are_those_of_the_simulation(
+    data: st.DataObject, graph: OpGraph, issue_ns: int
+) -> None:
+    """Of any order, to the nanosecond: with shared links and queues, and transfers that take longer
+    right behind others."""
+    solo_ns = data.draw(solo_times(graph, longest_ns=1000))
+    problem = Problem(graph, solo_ns, issue_ns, contention=data.draw(contentions(graph)))
+    world = Evaluator(graph, solo_ns, issue_ns)
+    order = data.draw(orders_of(graph))
+    found, waits = ContendedLength(world, problem).of(world.numbers(order))
+    assert found == length_ns(problem, order)
+    assert waits == sorted(set(waits))
+    assert all(0 <= position < len(order) for position in waits)
 
 
 @settings(max_examples=150)
