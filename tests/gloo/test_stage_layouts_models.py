@@ -279,7 +279,7 @@ def partial() -> str:
         module = Partial(mesh)
         step = interlace.compile_step(
             module, lambda m, x: m(x), (x,), stages=meshes, schedule="one_f_one_b",
-            split_at=("second",), config=QUICK, wait_s=20,
+            split_at=("second",), config=QUICK, wait_s=60,
         )  # fmt: skip
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
