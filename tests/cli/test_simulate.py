@@ -44,7 +44,7 @@ def test_all_that_is_written(run_file, tmp_path, capsys):
     assert "on 16 ranks of h100: tensor 4, pipeline 4" in out
     assert "MFU" in out
     assert "expected error: 15 %" in out
-    assert "the gain of two strands: 5 points off (DHelix, 15 rows on A40 and A800" in out
+    assert "the gain of two strands: 4 points off (DHelix, 15 rows on A40 and A800" in out
     figures = json.loads(data.read_text())
     assert figures["ranks"] == 16
     assert figures["fits"] is True
