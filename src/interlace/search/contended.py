@@ -19,7 +19,7 @@ from interlace.search.polish import WORTH, Moves, Ordered
 from interlace.search.problem import Problem
 
 SIMULATED = 100_000
-"""Budget in operators simulated; a choice, about a second of one core."""
+"""Budget in operators simulated; a choice that bounds the time of a search."""
 PATIENCE = 150
 """Moves within which an order must get shorter by `WORTH` for the search to go on; a choice."""
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from interlace.ir.graph import COMPUTE_LANE
 from interlace.search.evaluator import Evaluator
 from interlace.search.problem import Problem
+from interlace.sim.lanes import DONE_NS
 
-_DONE_NS = 1e-3
-"""As `sim.lanes`: work below which what is left is rounding error of the speeds."""
 _NO_KIND = 0
 
 
@@ -96,7 +95,7 @@ class _Run:
     def compute(self, ns: int, kind: int) -> None:
         """Run an operator to its end."""
         work, factors = float(ns), self._factors[kind]
-        while work > _DONE_NS:
+        while work > DONE_NS:
             heads = [standing[0] for standing in self._standing if standing]
             if not heads:
                 self.now += work
@@ -133,7 +132,7 @@ class _Run:
         self.now += step
         for head, factor in zip(heads, slowed, strict=True):
             left[head] -= step / factor
-            if left[head] <= _DONE_NS:
+            if left[head] <= DONE_NS:
                 del left[head]
                 queue = self._queue[head]
                 self._standing[queue].popleft()

@@ -20,7 +20,7 @@ from interlace.ir.costs import Contention
 from interlace.ir.graph import COMPUTE_LANE, Kind, Operator, OpGraph
 from interlace.ir.timeline import WAIT, Span, Timeline
 
-_DONE_NS = 1e-3
+DONE_NS = 1e-3
 """Work, in ns, below which what is left is rounding error of the speeds; a choice."""
 
 
@@ -122,7 +122,7 @@ class Rank:
         self, op: Operator, kind: Kind | None, ns: int, strand: str, micro_batch: int
     ) -> None:
         begin, work = self.now, float(ns)
-        while work > _DONE_NS:
+        while work > DONE_NS:
             heads = [] if self.alone else self._heads()
             if not heads:
                 self.now += work
@@ -150,7 +150,7 @@ class Rank:
         self.now += step
         for transfer, factor in zip(heads, slowed, strict=True):
             transfer.left -= step / factor
-            if transfer.left <= _DONE_NS:
+            if transfer.left <= DONE_NS:
                 transfer.end = self.now
                 name = self._queue(transfer.op)
                 self.queues[name].popleft()
