@@ -17,7 +17,8 @@ from interlace.bench.tensor_share import (
 )
 from interlace.bench.tensor_share_world import SplitBlock
 from interlace.schedules.finder import find
-from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, simulate_pipeline
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
+from interlace.sim.pipeline_step import simulate_pipeline
 
 SIZE = ShareSize()
 MS = 1_000_000

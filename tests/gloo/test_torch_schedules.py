@@ -13,7 +13,8 @@ import torch.distributed.pipelining.schedules as theirs
 
 from interlace.schedules.finder import find, names
 from interlace.schedules.torch_csv import from_csv, to_csv
-from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, simulate_pipeline
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
+from interlace.sim.pipeline_step import simulate_pipeline
 
 PIPELINES = [name for name in names() if name != "two_strand"]
 

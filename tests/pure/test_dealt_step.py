@@ -7,14 +7,8 @@ import pytest
 
 from interlace.schedules.finder import find
 from interlace.sim.dealt_step import simulate_dealt
-from interlace.sim.pipeline_step import (
-    ACTION,
-    END,
-    ChunkCosts,
-    PipelineCosts,
-    PipelineStep,
-    simulate_pipeline,
-)
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
+from interlace.sim.pipeline_step import ACTION, END, PipelineStep, simulate_pipeline
 
 RANKS, COUNT = 4, 12
 ACTIONS = find("one_f_one_b").of_ranks(RANKS, COUNT)

@@ -15,17 +15,19 @@ from interlace.hardware.cluster_size import load_sized_cluster
 from interlace.model_config import ExpertsConfig, ModelConfig
 from interlace.report.strategy_tables import strategy_data, strategy_summary
 from interlace.rules import check
-from interlace.schedules.finder import find
+from interlace.schedules.finder import find, names
 from interlace.schedules.schedule_text import write_schedule
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
+from interlace.sim.pipeline_step import simulate_pipeline
 from interlace.strategy.contributions import contributions
 from interlace.strategy.expected_error import ERRORS
 from interlace.strategy.job_layout import JobLayout, layout_of, with_layout
 from interlace.strategy.layout_search import SPARE, search_layouts
 from interlace.strategy.layout_space import LayoutSpace
 from interlace.strategy.lower_bounds import Bounds
-from interlace.strategy.schedule_facts import interleaves
+from interlace.strategy.schedule_facts import facts_of, interleaves
 from interlace.strategy.search_cache import search_key
-from interlace.strategy.simulated_job import simulate_job
+from interlace.strategy.simulated_job import simulate_job, step_of
 from interlace.strategy.steady_step import steady_step
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "cpu" / "simulator.json"
@@ -84,8 +86,10 @@ def test_bounds_are_below_simulations():
         checked += 1
         assert bounds.least_ns(layout) <= 1.02 * found.step.step_ns, layout
         assert bounds.least_bytes(layout, float("inf")) <= 1.05 * found.peak.total, layout
+        short = step_of(space.config, layout, bounds.parts(layout))
+        assert short == (found.step.step_ns, found.peak), layout
         if layout.micro_batches > 8:
-            steady = steady_step(space.config, space.cluster, layout, bounds.parts(layout))
+            steady = steady_step(space.config, layout, bounds.parts(layout))
             assert steady.step_ns == pytest.approx(found.step.step_ns, rel=0.03), layout
     assert checked > 40
 
@@ -145,9 +149,28 @@ def test_long_steps_follow_from_short_ones(schedule, stages):
     )  # fmt: skip
     parts = Bounds(space.config, space.cluster).parts(layout)
     found = simulate_job(space.config, space.cluster, layout, parts)
-    steady = steady_step(space.config, space.cluster, layout, parts)
+    steady = steady_step(space.config, layout, parts)
     assert steady.step_ns == pytest.approx(found.step.step_ns, rel=0.001)
     assert steady.peak.total == pytest.approx(found.peak.total, rel=0.001)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+@pytest.mark.parametrize("name", [name for name in names() if find(name).declared.settles])
+def test_few_micro_batches_show_what_ranks_keep_of_many(name, ranks):
+    """Of `eager_folded`, which runs ahead for longest, nearly all of it."""
+    count = 8 * ranks
+    layout = JobLayout(pipeline=ranks, schedule=name, micro_batches=count)
+    try:
+        facts = facts_of(layout)
+    except InputError:
+        assert name == "two_strand"
+        assert ranks > 1
+        return
+    chunk = ChunkCosts(forward_ns=1, input_ns=1, weight_ns=1)
+    costs = PipelineCosts(chunks=[chunk] * (ranks * find(name).chunks))
+    kept = simulate_pipeline(find(name).of_ranks(ranks, count), costs).peak_chunks
+    assert facts.micro_batches < count
+    assert facts.kept == kept or (name == "eager_folded" and max(facts.kept) == max(kept))
 
 
 def test_what_a_stage_keeps_of_gpipe_grows_with_the_step():
@@ -159,7 +182,7 @@ def test_what_a_stage_keeps_of_gpipe_grows_with_the_step():
     )
     parts = Bounds(space.config, space.cluster).parts(layout)
     found = simulate_job(space.config, space.cluster, layout, parts)
-    steady = steady_step(space.config, space.cluster, layout, parts)
+    steady = steady_step(space.config, layout, parts)
     assert (steady.step_ns, steady.peak) == (found.step.step_ns, found.peak)
 
 

@@ -33,7 +33,8 @@ from interlace.schedules.sends_receives import (
 )
 from interlace.schedules.torch_csv import from_csv, to_csv
 from interlace.schedules.verify import ScheduleError, check_ranks
-from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, PipelineStep, simulate_pipeline
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
+from interlace.sim.pipeline_step import PipelineStep, simulate_pipeline
 
 PIPELINES = [name for name in names() if name != "two_strand"]
 """Those that run on several ranks."""

@@ -40,7 +40,7 @@ from interlace.config import PlanConfig
 from interlace.ir.actions import Direction, Share, Strand
 from interlace.ranks.launched import follow_launcher
 from interlace.runtime.pipeline_record import PipelineRecord
-from interlace.sim.pipeline_step import PipelineCosts
+from interlace.sim.pipeline_costs import PipelineCosts
 from interlace.step import Step
 
 _RECORDED = 2

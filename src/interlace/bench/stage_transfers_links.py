@@ -19,7 +19,8 @@ from interlace.runtime.handovers import Handovers
 from interlace.runtime.laid_out_link import LaidOutLink
 from interlace.runtime.stage_link import Transit, Work
 from interlace.schedules.stage import StageSchedule
-from interlace.sim.pipeline_step import ACTION, ChunkCosts, PipelineCosts, simulate_pipeline
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
+from interlace.sim.pipeline_step import ACTION, simulate_pipeline
 
 
 class BlockingLink(LaidOutLink):

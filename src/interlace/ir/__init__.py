@@ -3,6 +3,7 @@
 graph.py           what one rank must compute
 plan.py            in which order it issues that
 actions.py         what one rank runs in a step: strands on micro-batches, action by action
+phase_numbers.py   actions of a schedule by number of their phase
 stage_messages.py  what chunks on different ranks send each other, and which chunk reads which
 phases.py          the graph that each phase of a schedule runs
 chunk_graphs.py    a walk of a model as graphs of its chunks

@@ -9,7 +9,8 @@ from interlace.errors import InputError
 from interlace.ir.actions import Action
 from interlace.ir.stage_messages import chain
 from interlace.schedules.finder import PLAIN, Schedule, find, names
-from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, PipelineStep, simulate_pipeline
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
+from interlace.sim.pipeline_step import PipelineStep, simulate_pipeline
 from interlace.text import aligned, milliseconds, percent
 
 _MS = 1e6

@@ -21,15 +21,8 @@ from interlace.ir.timeline import WAIT, Span, Timeline
 from interlace.runtime.handovers import ChunkRoute, Handovers
 from interlace.runtime.stage_link import StageLink
 from interlace.sim.dealt_step import simulate_dealt
-from interlace.sim.pipeline_step import (
-    ACTION,
-    END,
-    MEASURED,
-    ChunkCosts,
-    ComparedStep,
-    PipelineCosts,
-    PipelineStep,
-)
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
+from interlace.sim.pipeline_step import ACTION, END, MEASURED, ComparedStep, PipelineStep
 
 _PINGS = 5
 """Messages of each kind that are timed; the median counts."""

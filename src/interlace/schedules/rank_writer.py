@@ -5,8 +5,9 @@ Each pass takes the next micro-batch of its chunk, and passes beyond the last mi
 out. A rule for many micro-batches so gives a sound schedule for few: what is left keeps its order.
 """
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 
 from interlace.errors import InputError
 from interlace.ir.actions import Action, Direction, Share, Slot, Strand
@@ -40,7 +41,7 @@ class RankWriter:
 
     def __init__(self, micro_batches: int) -> None:
         self._last = micro_batches
-        self._ran: Counter[tuple[Direction, int | None]] = Counter()
+        self._ran: dict[tuple[Direction, int | None], int] = {}
         self._waiting: deque[Slot] = deque()
         self._actions: list[Action] = []
 
@@ -52,9 +53,9 @@ class RankWriter:
     def run(self, *strands: Strand, times: int = 1) -> None:
         """So many actions, each of these strands on their next micro-batches."""
         for _ in range(times):
-            slots = [slot for strand in strands if (slot := self._next(strand)) is not None]
-            if slots:
-                self._actions.append(Action(tuple(slots)))
+            slots = [self._next(strand) for strand in strands]
+            if some := tuple([slot for slot in slots if slot is not None]):
+                self._actions.append(Action(some))
 
     def run_in_turn(self, *strands: Strand, times: int = 1) -> None:
         """The same, with an action for each of them."""
@@ -75,14 +76,19 @@ class RankWriter:
                 self._waiting.remove(found)
             return found
         walk = strand.direction, strand.chunk
-        if self._ran[walk] == self._last:
+        number = self._ran.get(walk, 0) + 1
+        if number > self._last:
             return None
-        self._ran[walk] += 1
-        slot = Slot(strand, self._ran[walk])
+        self._ran[walk] = number
         if strand.share == Share.INPUT:
-            weight = Strand(strand.direction, strand.chunk, Share.WEIGHT)
-            self._waiting.append(Slot(weight, slot.micro_batch))
-        return slot
+            self._waiting.append(Slot(_weight_of(strand), number))
+        return Slot(strand, number)
+
+
+@lru_cache(maxsize=1024)
+def _weight_of(strand: Strand) -> Strand:
+    """The other half of a backward, of which this is the gradients of inputs."""
+    return Strand(strand.direction, strand.chunk, Share.WEIGHT)
 
 
 def folded_chunks(rank: int, ranks: int) -> tuple[ChunkPasses, ChunkPasses]:

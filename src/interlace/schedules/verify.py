@@ -31,6 +31,8 @@ _WORDS = {
     "W": "the gradients of weights in the backward",
 }
 """How messages begin to speak of a pass."""
+_SAME_WORK = {"F": "F", "B": "BIW", "I": "BI", "W": "BW"}
+"""Which passes would compute, in whole or in part, what each one does."""
 
 
 class ScheduleError(InputError):
@@ -174,7 +176,8 @@ class _Check:
                 "each chunk lies on one rank",
             )  # fmt: skip
         found = pass_of(slot)
-        for other in _same_work(found):
+        letter, _, number = found
+        for other in [(each, chunk, number) for each in _SAME_WORK[letter]]:
             if other in self.where:
                 again = "a second time" if other == found else "that it also runs in another way"
                 raise self._error(rank, index, f"runs {words(found)} {again}", "run each pass once")
@@ -267,13 +270,6 @@ class _Check:
         return ScheduleError(
             f"schedule {self.name!r}, {number}{joined} {what}", hint, [(rank, index), *also]
         )
-
-
-def _same_work(each: PassKey) -> list[PassKey]:
-    """The passes that would compute, in whole or in part, what this one does."""
-    letter, chunk, micro_batch = each
-    letters = {"F": "F", "B": "BIW", "I": "BI", "W": "BW"}[letter]
-    return [(other, chunk, micro_batch) for other in letters]
 
 
 def words(each: PassKey) -> str:

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from interlace.ir.actions import Action
 from interlace.ir.stage_messages import chain
-from interlace.sim.pipeline_step import ListedActions, PipelineCosts, PipelineStep
+from interlace.sim.listed_actions import ListedActions
+from interlace.sim.pipeline_costs import PipelineCosts
+from interlace.sim.pipeline_step import PipelineStep, simulate_listed
 
 _DEALS = 15
 """How often times are dealt; odd, so that one is the median. The median of 15 lay within 1.2 % of
@@ -37,7 +39,7 @@ def simulate_dealt(
         for *actions, last in ranks:
             own = [(lasted[each.phase].pop(), behind[each.phase].pop()) for each in actions]
             taken.append([*own, (lasted[last.phase].pop(), 0)])
-        steps.append(listed.step(costs, taken=taken))
+        steps.append(simulate_listed(listed, costs, taken=taken))
     return sorted(steps, key=lambda step: step.step_ns)[_DEALS // 2]
 
 

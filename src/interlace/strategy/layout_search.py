@@ -171,7 +171,7 @@ class _Queue:
         try:
             check(with_layout(space.config, layout))
             parts = self._bounds.parts(layout)
-            found = steady_step(space.config, space.cluster, layout, parts)
+            found = steady_step(space.config, layout, parts)
         except InputError:
             return None
         return found if found.peak.total <= self._room else None

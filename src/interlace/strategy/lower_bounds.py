@@ -28,6 +28,10 @@ from interlace.strategy.schedule_facts import ScheduleFacts, chunks_on_a_rank, f
 from interlace.strategy.simulated_job import JobParts, parts_of
 from interlace.strategy.step_ends import ends_of
 
+_Kept = dict[tuple[int, bool, bool, int], float]
+"""Most bytes that are kept by ranks with so many layers, the embedding or not, the head or not, and
+so many layers without experts."""
+
 
 @dataclass
 class Bounds:
@@ -36,6 +40,7 @@ class Bounds:
     config: RunConfig
     cluster: Cluster
     _times: dict[tuple[object, ...], PassTimes] = field(default_factory=dict)
+    _kept: dict[tuple[object, ...], _Kept] = field(default_factory=dict)
 
     def parts(self, layout: JobLayout) -> JobParts:
         """The parts of a layout, with times of passes that others found already."""
@@ -76,7 +81,7 @@ class Bounds:
         if least > room:
             return least
         found = []
-        for layers, first, last, dense, bytes_kept in self._ranks(layout, job):
+        for (layers, first, last, dense), bytes_kept in self._kept_by_ranks(layout, job).items():
             parameters = rank_parameters(job, layout, layers, first=first, last=last, dense=dense)
             found.append(rank_memory(job, layout, parameters, bytes_kept, last=last).total)
         return max(found)
@@ -93,19 +98,17 @@ class Bounds:
         back: dict[int, float] = {}
         way = way_back = 0.0
         late = [0.0] * layout.pipeline
+        of = {shape: _chunk_ns(parts.times, shape) for shape in dict.fromkeys(shapes.values())}
         for chunk, shape in shapes.items():
-            forward, backward = (
-                parts.times.of_passes(((direction, Share.WHOLE, shape),)) for direction in Direction
-            )
-            weight = parts.times.of_passes(((Direction.BACKWARD, Share.WEIGHT, shape),)).ns
-            alone, rank = forward.ns + backward.ns, on[chunk]
+            forward, backward, weight, paired = of[shape]
+            alone, rank = forward + backward, on[chunk]
             there.setdefault(rank, way)
             back.setdefault(rank, way_back)
-            way += forward.ns
-            way_back += backward.ns - weight * cuts
+            way += forward
+            way_back += backward - weight * cuts
             late[rank] += layout.micro_batches * weight * cuts
             work[rank] += layout.micro_batches * alone
-            saved[rank] += alone - _paired(parts.times, forward, backward)
+            saved[rank] += alone - paired
         chunks = len(shapes) / layout.pipeline
         found = []
         for rank in range(layout.pipeline):
@@ -133,25 +136,41 @@ class Bounds:
         chunks = layout.pipeline * chunks_on_a_rank(layout.schedule)
         return _even_shapes(job.layers, chunks, head, job.dense_layers)
 
-    def _ranks(self, layout: JobLayout, job: StepJob) -> list[tuple[int, bool, bool, int, float]]:
-        """(layers, has the embedding, has the head, layers without experts, bytes that are kept)
-        of each rank."""
+    def _kept_by_ranks(self, layout: JobLayout, job: StepJob) -> _Kept:
+        """Shared by layouts that differ in how replicas share weights."""
+        key = (
+            layout.schedule,
+            layout.pipeline,
+            layout.micro_batches,
+            layout.micro_batch,
+            layout.tensor,
+            layout.context,
+            layout.context_method,
+            layout.expert,
+            layout.expert_load,
+            layout.recompute,
+        )
+        if key not in self._kept:
+            self._kept[key] = self._count_kept(layout, job)
+        return self._kept[key]
 
+    def _count_kept(self, layout: JobLayout, job: StepJob) -> _Kept:
         if layout.pipeline == 1:
             kept = layers_bytes(kept_bytes, job, layout, job.layers, job.dense_layers)
-            return [(job.layers, True, True, job.dense_layers, kept)]
+            return {(job.layers, True, True, job.dense_layers): kept}
         shapes = self._shapes(layout)
         facts = facts_of(layout)
         sizes = {chunk: (shape.layers, shape.dense) for chunk, shape in shapes.items()}
         kept_of = {
             size: layers_bytes(kept_bytes, job, layout, *size) for size in set(sizes.values())
         }
-        found = []
+        found: _Kept = {}
         for own, held in zip(facts.chunks_of, facts.kept, strict=True):
             mine = [sizes[chunk] for chunk in own]
             layers, dense = sum(each[0] for each in mine), sum(each[1] for each in mine)
             kept = held * min(kept_of[each] for each in mine)
-            found.append((layers, 0 in own, len(shapes) - 1 in own, dense, kept))
+            of = layers, 0 in own, len(shapes) - 1 in own, dense
+            found[of] = max(found.get(of, 0.0), kept)
         return found
 
 
@@ -166,6 +185,15 @@ def _pairs(layout: JobLayout, facts: ScheduleFacts) -> tuple[int, ...]:
     if not facts.interleaves:
         return facts.pairs
     return tuple(n + chunks_on_a_rank(layout.schedule) * more for n in facts.pairs)
+
+
+def _chunk_ns(times: PassTimes, shape: ChunkShape) -> tuple[float, float, float, float]:
+    """(forward, backward, of which gradients of weights, both side by side at least) in ns."""
+    forward, backward = (
+        times.of_passes(((direction, Share.WHOLE, shape),)) for direction in Direction
+    )
+    weight = times.of_passes(((Direction.BACKWARD, Share.WEIGHT, shape),)).ns
+    return forward.ns, backward.ns, weight, _paired(times, forward, backward)
 
 
 def _paired(times: PassTimes, forward: PassCost, backward: PassCost) -> float:

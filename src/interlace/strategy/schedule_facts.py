@@ -1,14 +1,15 @@
 """What the schedule of a layout does, found from its actions; kept by its name, as thousands of
 layouts share a few."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from interlace.ir.actions import Action, Direction, Share
+from interlace.ir.phase_numbers import PhaseNumbers
 from interlace.ir.stage_messages import chain, chunks_of
 from interlace.schedules.finder import find
-from interlace.sim.pipeline_step import ListedActions
+from interlace.sim.listed_actions import ListedActions
 from interlace.strategy.job_layout import JobLayout
 
 Actions = tuple[tuple[Action, ...], ...]
@@ -43,8 +44,8 @@ class ScheduleFacts:
 def facts_of(layout: JobLayout) -> ScheduleFacts:
     """Raises InputError if the schedule cannot run so."""
     ranks, count = layout.pipeline, layout.micro_batches
-    if settles(layout.schedule):
-        count = min(count, FULL * ranks + 1)
+    if rounds := settles(layout.schedule):
+        count = min(count, min(FULL, rounds) * ranks + 1)
     return _facts(layout.schedule, ranks, count)
 
 
@@ -82,29 +83,38 @@ def settles(schedule: str) -> int:
 def _facts(schedule: str, ranks: int, micro_batches: int) -> ScheduleFacts:
     # Not proved: what is simulated is.
     actions = find(schedule).unproved(ranks, micro_batches, chunks_on_a_rank(schedule))
-    kept, pairs = zip(*map(_counts, actions), strict=True)
-    shares = {slot.strand.share for own in actions for a in own for slot in a.slots}
-    rank_of = chunks_of(actions)
+    phases = PhaseNumbers(actions)
+    changes = [_changes(action) for action in phases.actions]
+    pairs = [len(action.slots) > 1 for action in phases.actions]
+    rank_of = phases.rank_of
     chunks = sorted(rank_of)
     return ScheduleFacts(
         micro_batches=micro_batches,
         rank_of=rank_of,
-        kept=kept,
-        pairs=pairs,
-        cuts_backwards=Share.WEIGHT in shares,
+        kept=tuple(_most(changes[phase] for phase in own) for own in phases.of_ranks),
+        pairs=tuple(sum(pairs[phase] for phase in own) for own in phases.of_ranks),
+        cuts_backwards=any(
+            slot.strand.share == Share.WEIGHT for each in phases.actions for slot in each.slots
+        ),
         chunks_of=tuple(tuple(c for c in chunks if rank_of[c] == rank) for rank in range(ranks)),
     )
 
 
-def _counts(own: Sequence[Action]) -> tuple[int, int]:
-    """(most forwards kept at a time, actions that run two strands) of a rank."""
-    now = most = pairs = 0
-    for action in own:
-        pairs += len(action.slots) > 1
-        now += sum(slot.strand.direction == Direction.FORWARD for slot in action.slots)
+def _changes(action: Action) -> tuple[int, int]:
+    """(forwards that begin to be kept, forwards that are kept no longer)."""
+    strands = [slot.strand for slot in action.slots]
+    forwards = sum(each.direction == Direction.FORWARD for each in strands)
+    over = sum(
+        each.direction == Direction.BACKWARD and each.share != Share.INPUT for each in strands
+    )
+    return forwards, over
+
+
+def _most(changes: Iterable[tuple[int, int]]) -> int:
+    """Most forwards that a rank keeps at a time."""
+    now = most = 0
+    for more, less in changes:
+        now += more
         most = max(most, now)
-        now -= sum(
-            slot.strand.direction == Direction.BACKWARD and slot.strand.share != Share.INPUT
-            for slot in action.slots
-        )
-    return most, pairs
+        now -= less
+    return most

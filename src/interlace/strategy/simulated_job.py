@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from interlace.config import RunConfig
 from interlace.hardware.cluster import Cluster
 from interlace.hardware.step_job import StepJob
-from interlace.ir.actions import Action, Direction, Share
+from interlace.ir.actions import Direction, Share
 from interlace.ir.graph import Kind
 from interlace.ir.stage_messages import chain, chunks_of
 from interlace.ir.timeline import Timeline
-from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, PipelineStep
+from interlace.sim.listed_actions import ListedActions
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
+from interlace.sim.pipeline_step import PipelineStep, simulate_listed
 from interlace.strategy.chunk_cuts import chunk_shapes, even_cuts, given_cuts
 from interlace.strategy.job_layout import JobLayout, step_job
 from interlace.strategy.job_links import STAGE, JobLinks
@@ -33,7 +35,7 @@ from interlace.strategy.rank_memory import (
     rank_parameters,
 )
 from interlace.strategy.schedule_facts import Actions, listed_actions, schedule_actions
-from interlace.strategy.step_ends import StepEnds, ends_of, with_ends
+from interlace.strategy.step_ends import StepEnds, ends_of, ns_with_ends, with_ends
 
 
 @dataclass(frozen=True)
@@ -150,39 +152,69 @@ def simulate_job(
 
     Raises InputError for a schedule that does not run so, or a model too small for it."""
     parts = parts or parts_of(config, cluster, layout)
-    job, links, times = parts.job, parts.links, parts.times
-    actions = schedule_actions(layout.schedule, layout.pipeline, layout.micro_batches)
-    counts, first = _phases(actions)
-    rank_of = chunks_of(actions)
-    cuts = cuts_of(config, layout, job, 1 + max(rank_of))
-    shapes = chunk_shapes(cuts, job.layers, job.dense_layers)
-    costs = {name: times.of(a.slots, shapes) for name, a in first.items()}
-    listed = listed_actions(layout.schedule, layout.pipeline, layout.micro_batches)
-    pipeline_costs = _pipeline_costs(parts, layout, shapes, costs)
-    step = listed.step(pipeline_costs)
-    memory = _memory(job, layout, actions, shapes, step)
-    ends = [
-        ends_of(links, times, layout, shapes, [c for c, on in rank_of.items() if on == rank])
-        for rank in range(layout.pipeline)
-    ]
-    exposed, busy = _communication(counts, costs, ends)
+    ready = _prepared(config, layout, parts)
+    listed, ends, passes = ready.listed, ready.ends, ready.passes
+    step = simulate_listed(listed, ready.costs)
+    exposed, busy = _communication(listed.phases.counts, passes, ends)
     whole = with_ends(step, ends)
+    shown = sorted(listed.phases.first.items())
     return SimulatedJob(
         config=config,
         cluster=cluster,
         layout=layout,
-        job=job,
-        cuts=cuts,
-        actions=actions,
+        job=parts.job,
+        cuts=ready.cuts,
+        actions=schedule_actions(layout.schedule, layout.pipeline, layout.micro_batches),
         step=whole,
         ends_s=(whole.step_ns - step.step_ns) / 1e9,
         exposed_s=exposed,
         communication_s=busy,
-        memory=memory,
-        phases={name: times.shown(a.slots, shapes) for name, a in sorted(first.items())},
-        passes=costs,
-        costs=pipeline_costs,
-        ends=tuple(ends),
+        memory=_memory(parts.job, layout, ready, step.peak_bytes),
+        phases={name: parts.times.shown(a.slots, ready.shapes) for name, a in shown},
+        passes=passes,
+        costs=ready.costs,
+        ends=ends,
+    )
+
+
+def step_of(config: RunConfig, layout: JobLayout, parts: JobParts) -> tuple[int, MemoryParts]:
+    """(ns, memory of the rank that needs the most) of the step that `simulate_job` gives, without
+    its timelines. Raises InputError as that."""
+    ready = _prepared(config, layout, parts)
+    listed, costs = ready.listed, ready.costs
+    over = [end for _, end in listed.ends(listed.times(costs))]
+    kept = [most for most, _ in listed.peaks(costs)]
+    memory = _memory(parts.job, layout, ready, kept)
+    return ns_with_ends(over, ready.ends), max(memory, key=lambda each: each.total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A layout with the times of all that it runs."""
+
+    listed: ListedActions
+    cuts: tuple[int, ...]
+    shapes: Mapping[int, ChunkShape]
+    passes: Mapping[str, PassCost]
+    costs: PipelineCosts
+    ends: tuple[StepEnds, ...]
+
+
+def _prepared(config: RunConfig, layout: JobLayout, parts: JobParts) -> _Prepared:
+    job, times = parts.job, parts.times
+    listed = listed_actions(layout.schedule, layout.pipeline, layout.micro_batches)
+    rank_of = listed.phases.rank_of
+    cuts = cuts_of(config, layout, job, 1 + max(rank_of))
+    shapes = chunk_shapes(cuts, job.layers, job.dense_layers)
+    passes = {name: times.of(a.slots, shapes) for name, a in listed.phases.first.items()}
+    owned = [[c for c, on in rank_of.items() if on == rank] for rank in range(layout.pipeline)]
+    return _Prepared(
+        listed,
+        cuts,
+        shapes,
+        passes,
+        _pipeline_costs(parts, layout, shapes, passes),
+        tuple(ends_of(parts.links, times, layout, shapes, own) for own in owned),
     )
 
 
@@ -233,37 +265,20 @@ def _pipeline_costs(
 
 
 def _memory(
-    job: StepJob,
-    layout: JobLayout,
-    actions: Actions,
-    shapes: Mapping[int, ChunkShape],
-    step: PipelineStep,
+    job: StepJob, layout: JobLayout, ready: _Prepared, peak_bytes: Sequence[int]
 ) -> tuple[MemoryParts, ...]:
-    on, count = chunks_of(actions), len(shapes)
+    on, shapes, count = ready.listed.phases.rank_of, ready.shapes, len(ready.shapes)
     found = []
     for rank in range(layout.pipeline):
         own = [chunk for chunk in shapes if on[chunk] == rank]
         layers = sum(shapes[chunk].layers for chunk in own)
         last, dense = count - 1 in own, sum(shapes[chunk].dense for chunk in own)
         parameters = rank_parameters(job, layout, layers, first=0 in own, last=last, dense=dense)
-        kept = float(step.peak_bytes[rank])
+        kept = float(peak_bytes[rank])
         if layout.pipeline == 1:  # two strands fill and drain the same memory
             kept = layers_bytes(kept_bytes, job, layout, job.layers, job.dense_layers)
         found.append(rank_memory(job, layout, parameters, kept, last=last))
     return tuple(found)
-
-
-def _phases(actions: Actions) -> tuple[list[Counter[str]], dict[str, Action]]:
-    """How often each rank runs each phase, and an action of each."""
-    counts: list[Counter[str]] = []
-    first: dict[str, Action] = {}
-    for own in actions:
-        counts.append(Counter())
-        for action in own:
-            phase = action.phase
-            counts[-1][phase] += 1
-            first.setdefault(phase, action)
-    return counts, first
 
 
 def _communication(

@@ -8,11 +8,10 @@ What a rank keeps at most does not grow with the number of micro-batches by then
 from dataclasses import dataclass, replace
 
 from interlace.config import RunConfig
-from interlace.hardware.cluster import Cluster
 from interlace.strategy.job_layout import JobLayout
 from interlace.strategy.rank_memory import MemoryParts
 from interlace.strategy.schedule_facts import settles
-from interlace.strategy.simulated_job import JobParts, simulate_job
+from interlace.strategy.simulated_job import JobParts, step_of
 
 LEAST = 28
 """Micro-batches at least, for pipelines of few stages: `eager_folded` with layers that are computed
@@ -31,16 +30,12 @@ class SteadyStep:
     """Of the rank that needs the most."""
 
 
-def steady_step(
-    config: RunConfig, cluster: Cluster, layout: JobLayout, parts: JobParts
-) -> SteadyStep:
+def steady_step(config: RunConfig, layout: JobLayout, parts: JobParts) -> SteadyStep:
     """Raises InputError as `simulate_job`."""
     stages, count = layout.pipeline, layout.micro_batches
 
     def of(micro_batches: int) -> tuple[int, MemoryParts]:
-        some = replace(layout, micro_batches=micro_batches)
-        found = simulate_job(config, cluster, some, parts)
-        return found.step.step_ns, found.peak
+        return step_of(config, replace(layout, micro_batches=micro_batches), parts)
 
     rounds = settles(layout.schedule)
     few = max(LEAST, rounds * stages)

@@ -139,6 +139,23 @@ def with_ends(step: PipelineStep, ends: Sequence[StepEnds]) -> PipelineStep:
     return replace(step, timelines=timelines)
 
 
+def ns_with_ends(over: Sequence[int], ends: Sequence[StepEnds]) -> int:
+    """The length of that step, of ranks whose last action or message is over then."""
+    before = round(1e9 * max(end.gather_exposed_s if end.gather_first else 0.0 for end in ends))
+    update_ns = before + max(
+        ns + round(1e9 * end.reduce_exposed_s) for ns, end in zip(over, ends, strict=True)
+    )
+    return max(
+        update_ns + round(1e9 * end.optimizer_s) + (0 if end.gather_first else _gather_ns(end))
+        for end in ends
+    )
+
+
+def _gather_ns(end: StepEnds) -> int:
+    """Of all lanes in turn, or their sum, which rounds otherwise."""
+    return max(sum(round(1e9 * s) for _, s in end.gathers), round(1e9 * end.gather_s))
+
+
 def _extended(timeline: Timeline, end: StepEnds, before: int, update_ns: int) -> Timeline:
     spans = [_later(span, before) for span in timeline.spans] if before else [*timeline.spans]
     at = before + max((s.end_ns for s in timeline.spans if s.lane == COMPUTE_LANE), default=0)

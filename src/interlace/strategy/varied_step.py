@@ -20,8 +20,7 @@ from math import exp
 from statistics import NormalDist, fmean, pstdev
 
 from interlace.errors import InputError
-from interlace.ir.graph import COMPUTE_LANE
-from interlace.sim.pipeline_step import ListedActions, PipelineStep
+from interlace.sim.listed_actions import ActionTimes, ListedActions
 from interlace.strategy.schedule_facts import listed_actions
 from interlace.strategy.simulated_job import SimulatedJob
 
@@ -56,7 +55,7 @@ def noisy_step(found: SimulatedJob, deviation: float) -> VariedStep:
         return exp(deviation * _latest(draw, together) - deviation**2 / 2)
 
     listed = _listed(found)
-    drawn = [_ends(_step(found, listed, factor)) for _ in range(DRAWS)]
+    drawn = [_step(found, listed, factor) for _ in range(DRAWS)]
     late = _NORMAL.inv_cdf((apart - 0.375) / (apart + 0.25))
     ends = [fmean(each) + late * pstdev(each) for each in zip(*drawn, strict=True)]
     return _with_ends(found, ends)
@@ -72,8 +71,8 @@ def straggling_step(found: SimulatedJob, times: float) -> VariedStep:
     busy = [sum(_compute_ns(found, a.phase) for a in own) for own in found.actions]
     slow = busy.index(max(busy))
     listed = _listed(found)
-    step = _step(found, listed, lambda stage: times if stage == slow else 1.0)
-    return _with_ends(found, _ends(step))
+    ends = _step(found, listed, lambda stage: times if stage == slow else 1.0)
+    return _with_ends(found, ends)
 
 
 def in_step(found: SimulatedJob) -> int:
@@ -85,8 +84,8 @@ def in_step(found: SimulatedJob) -> int:
 
 def _step(
     found: SimulatedJob, listed: ListedActions, factor: Callable[[int], float]
-) -> PipelineStep:
-    """With the compute of each action of a stage `factor` times as long."""
+) -> list[float]:
+    """When each stage has computed its last action, with its compute `factor` times as long."""
     behind = found.costs.between_ns
     taken = [
         [
@@ -98,7 +97,7 @@ def _step(
         ]
         for stage, own in enumerate(found.actions)
     ]
-    return listed.step(found.costs, taken=taken)
+    return _ends(listed, listed.times(found.costs, taken))
 
 
 def _compute_ns(found: SimulatedJob, phase: str) -> float:
@@ -113,17 +112,14 @@ def _with_ends(found: SimulatedJob, ends: list[float]) -> VariedStep:
         exposed = (1e9 * each.reduce_exposed_s for each in found.ends)
         return max(end + more for end, more in zip(ends, exposed, strict=True))
 
-    plain = _ends(_listed(found).step(found.costs))
+    listed = _listed(found)
+    plain = _ends(listed, listed.times(found.costs))
     seconds = found.seconds + (over(ends) - over(plain)) / 1e9
     return VariedStep(seconds, seconds / found.seconds - 1)
 
 
-def _ends(step: PipelineStep) -> list[float]:
-    """When each stage has computed its last action."""
-    return [
-        float(max(span.end_ns for span in each.spans if span.lane == COMPUTE_LANE))
-        for each in step.timelines
-    ]
+def _ends(listed: ListedActions, times: ActionTimes) -> list[float]:
+    return [float(last) for last, _ in listed.ends(times)]
 
 
 def _latest(draw: random.Random, count: int) -> float:

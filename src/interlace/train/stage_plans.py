@@ -33,7 +33,8 @@ from interlace.search.memory import chunk_bytes
 from interlace.search.planner import plan_phase
 from interlace.search.problem import Problem
 from interlace.sim.lanes import simulate
-from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts, simulate_pipeline
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
+from interlace.sim.pipeline_step import simulate_pipeline
 from interlace.train.plan_costs import machine_of
 
 

@@ -13,7 +13,7 @@ from random import Random
 from interlace.ir.actions import Action
 from interlace.ir.stage_messages import chain
 from interlace.search.pipelines.model_units import ModelUnit, PipelineProblem
-from interlace.sim.pipeline_step import ChunkCosts, PipelineCosts
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
 
 
 @dataclass(frozen=True, slots=True)
