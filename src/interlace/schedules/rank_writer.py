@@ -12,6 +12,8 @@ from functools import lru_cache
 from interlace.errors import InputError
 from interlace.ir.actions import Action, Direction, Share, Slot, Strand
 
+_INPUT, _WEIGHT = Share.INPUT, Share.WEIGHT  # found at once: a search writes a million actions
+
 
 @dataclass(frozen=True)
 class ChunkPasses:
@@ -53,9 +55,9 @@ class RankWriter:
     def run(self, *strands: Strand, times: int = 1) -> None:
         """So many actions, each of these strands on their next micro-batches."""
         for _ in range(times):
-            slots = [self._next(strand) for strand in strands]
-            if some := tuple([slot for slot in slots if slot is not None]):
-                self._actions.append(Action(some))
+            slots = tuple([slot for slot in map(self._next, strands) if slot is not None])
+            if slots:
+                self._actions.append(Action(slots))
 
     def run_in_turn(self, *strands: Strand, times: int = 1) -> None:
         """The same, with an action for each of them."""
@@ -70,7 +72,8 @@ class RankWriter:
                 self._actions.append(Action((self._waiting.popleft(),)))
 
     def _next(self, strand: Strand) -> Slot | None:
-        if strand.share == Share.WEIGHT:
+        share = strand.share
+        if share is _WEIGHT:
             found = next((slot for slot in self._waiting if slot.strand == strand), None)
             if found is not None:
                 self._waiting.remove(found)
@@ -80,7 +83,7 @@ class RankWriter:
         if number > self._last:
             return None
         self._ran[walk] = number
-        if strand.share == Share.INPUT:
+        if share is _INPUT:
             self._waiting.append(Slot(_weight_of(strand), number))
         return Slot(strand, number)
 

@@ -69,15 +69,17 @@ def order_of_run(
 ) -> Iterator[tuple[int, int]]:
     """(rank, index of its action) in an order in which sound actions can run, ranks in turn."""
     check = _Check(ranks, 0, 1 + max(chunks_of(ranks)), "", edges)
-    for rank, actions in enumerate(ranks):
-        check.where.update({pass_of(s): (rank, i) for i, a in enumerate(actions) for s in a.slots})
+    for rank, actions in enumerate(check.passes):
+        check.where.update({each: (rank, i) for i, own in enumerate(actions) for each in own})
     yield from check.run()
 
 
 def pass_of(slot: Slot) -> PassKey:
-    """What a slot runs. A chunk without a number is chunk 0."""
+    """What a slot runs. A chunk without a number is chunk 0; a share of a pass that schedules do
+    not name has no letter."""
     strand = slot.strand
-    return LETTERS[strand.direction, strand.share], strand.chunk or 0, slot.micro_batch
+    letter = LETTERS.get((strand.direction, strand.share), "")
+    return letter, strand.chunk or 0, slot.micro_batch
 
 
 class _Check:
@@ -90,6 +92,8 @@ class _Check:
         edges: Collection[Edge],
     ) -> None:
         self.ranks = ranks
+        self.passes = [[[pass_of(slot) for slot in a.slots] for a in own] for own in ranks]
+        """By rank and action."""
         self.micro_batches = micro_batches
         self.chunks = chunks
         self.name = name
@@ -114,14 +118,13 @@ class _Check:
             for index, action in enumerate(actions):
                 if not action.slots:
                     raise self._error(rank, index, "runs nothing", "leave it out")
-                strands = [slot.strand for slot in action.slots]
-                if len(set(strands)) < len(strands):
+                if len({slot.strand for slot in action.slots}) < len(action.slots):
                     raise self._error(
                         rank, index, "runs one graph for two micro-batches",
                         "put them into two actions: a strand's operators have one name each",
                     )  # fmt: skip
-                for slot in action.slots:
-                    self._note(slot, rank, index)
+                for slot, each in zip(action.slots, self.passes[rank][index], strict=True):
+                    self._note(slot, each, rank, index)
 
     def each_pass(self) -> None:
         """Check that every pass runs, forward, and backward whole or in halves."""
@@ -146,13 +149,13 @@ class _Check:
             ready = [rank for rank in range(len(at)) if self._can_run(rank, at[rank], done)]
             for rank in ready:
                 yield rank, at[rank]
-                done.update(pass_of(slot) for slot in self.ranks[rank][at[rank]].slots)
+                done.update(self.passes[rank][at[rank]])
                 at[rank] += 1
                 going = True
         if any(index < len(actions) for index, actions in zip(at, self.ranks, strict=True)):
             raise self._stuck(at, done)
 
-    def _note(self, slot: Slot, rank: int, index: int) -> None:
+    def _note(self, slot: Slot, found: PassKey, rank: int, index: int) -> None:
         strand, chunk = slot.strand, slot.strand.chunk or 0
         if (strand.direction, strand.share) not in LETTERS:
             raise self._error(
@@ -175,7 +178,6 @@ class _Check:
                 rank, index, f"runs chunk {chunk}, which rank {self.rank_of[chunk]} has",
                 "each chunk lies on one rank",
             )  # fmt: skip
-        found = pass_of(slot)
         letter, _, number = found
         for other in [(each, chunk, number) for each in _SAME_WORK[letter]]:
             if other in self.where:
@@ -205,14 +207,13 @@ class _Check:
         return needs
 
     def _can_run(self, rank: int, index: int, done: set[PassKey]) -> bool:
-        actions = self.ranks[rank]
-        if index == len(actions):
+        if index == len(self.ranks[rank]):
             return False
         first = self.missing[rank]
         if first is not None and first not in done:
             return False  # it still waits for what it waited for
-        for slot in actions[index].slots:
-            for need in self._needs(pass_of(slot)):
+        for each in self.passes[rank][index]:
+            for need in self._needs(each):
                 if need not in done:
                     self.missing[rank] = need
                     return False
@@ -225,7 +226,7 @@ class _Check:
         for rank, index in enumerate(at):
             if index == len(self.ranks[rank]):
                 continue
-            passes = [pass_of(slot) for slot in self.ranks[rank][index].slots]
+            passes = self.passes[rank][index]
             for each in passes:
                 for need in self._needs(each):
                     if need in passes:
