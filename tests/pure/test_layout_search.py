@@ -22,6 +22,7 @@ from interlace.sim.pipeline_step import simulate_pipeline
 from interlace.strategy.contributions import contributions
 from interlace.strategy.expected_error import ERRORS
 from interlace.strategy.job_layout import JobLayout, layout_of, with_layout
+from interlace.strategy.layout_order import LayoutOrder
 from interlace.strategy.layout_search import SPARE, search_layouts
 from interlace.strategy.layout_space import LayoutSpace
 from interlace.strategy.lower_bounds import Bounds
@@ -92,6 +93,30 @@ def test_bounds_are_below_simulations():
             steady = steady_step(space.config, layout, bounds.parts(layout))
             assert steady.step_ns == pytest.approx(found.step.step_ns, rel=0.03), layout
     assert checked > 40
+
+
+@pytest.mark.parametrize("cluster", ["h100x32", "a40x32"])
+def test_groups_of_layouts_leave_their_order_as_it_is(cluster):
+    """As if the bounds of all were found before they are sorted."""
+    space = space_of(with_kept(tensor=4), cluster, global_batch=96)
+    bounds = Bounds(space.config, space.cluster)
+    room = (1 - SPARE) * space.cluster.memory_gib * 2**30
+    sorted_ = []
+    for number, layout in enumerate(space.layouts()):
+        try:
+            if bounds.least_bytes(layout, room) <= room:
+                sorted_.append((bounds.least_ns(layout), number, layout))
+        except InputError:
+            continue
+        assert bounds.of_group_ns(layout) <= bounds.least_ns(layout) * (1 + 1e-9), layout
+    order = LayoutOrder(space.layouts(), bounds, room)
+    assert next(iter(order))[1] == min(sorted_)[2]
+    assert len(order.able) < order.count / 2
+    found = [*order]
+    assert [layout for _, layout in found] == [layout for *_, layout in sorted(sorted_)]
+    assert [*order] == found
+    assert order.count == number + 1
+    assert order.too_large == len(order.able) - len(found)
 
 
 OWN = """

@@ -40,7 +40,7 @@ def strategy_summary(found: FoundLayouts, parts: Sequence[Contribution]) -> str:
     listed = found.best if chosen in found.best else (chosen, *found.best)
     rows = [_row(each, "*" if each is chosen else "") for each in listed]
     how = (
-        "no other is faster by this simulation"
+        "the bounds of all others are slower"
         if found.exhaustive
         else "more were left than are simulated: others may be as fast"
     )

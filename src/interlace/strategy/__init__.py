@@ -18,6 +18,7 @@ expected_error.py   how far off that may be
 schedule_facts.py   what the schedule of a layout does, from its actions
 layout_space.py     all layouts that a run file may have on so many devices
 lower_bounds.py     times and memory that no simulation of a layout goes below
+layout_order.py     layouts by their bounds, as far as a search asks for them
 steady_step.py      a long step from two shorter ones
 layout_search.py    the best layouts: bounds for all, simulation for the best few
 goodput.py          what failures and checkpoints leave of a job's time

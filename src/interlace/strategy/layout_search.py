@@ -1,8 +1,9 @@
 """The best layouts of a job on a cluster: bounds for all, simulation for the best few.
 
 Layouts that do not fit in memory are left out by a bound. The others are simulated in the order of
-their bounds, until the bound of the next one is above the tenth best that was found, so that no
-layout of the space is better than what is found, unless `MOST` were simulated before.
+their bounds (`layout_order`), until the bound of the next one is above the tenth best that was
+found, so that no layout of the space is better than what is found, unless `MOST` were simulated
+before.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from interlace.rules import check
 from interlace.schedules.finder import split_options
 from interlace.strategy.chunk_cuts import split_names
 from interlace.strategy.job_layout import JobLayout, with_layout
+from interlace.strategy.layout_order import LayoutOrder
 from interlace.strategy.layout_space import LayoutSpace
-from interlace.strategy.lower_bounds import Bounds, bound_or_none
+from interlace.strategy.lower_bounds import Bounds
 from interlace.strategy.rank_memory import MemoryParts
 from interlace.strategy.schedule_facts import interleaves
 from interlace.strategy.simulated_job import SimulatedJob, simulate_job
@@ -42,6 +44,7 @@ class FoundLayouts:
     """The fastest of those that run one strand at a time."""
     looked_at: int
     too_large: int
+    """Of those whose bounds were not too long anyway."""
     simulated: int
     exhaustive: bool
     """Whether no other layout of the space can be better than those found."""
@@ -73,30 +76,12 @@ def search_layouts(space: LayoutSpace, progress: SearchProgress = lambda _: None
     """Raises InputError if no layout is legal, or none fits in memory."""
     bounds = Bounds(space.config, space.cluster)
     room = (1 - SPARE) * space.cluster.memory_gib * 2**30
-    looked_at, able, fitting = 0, [], []
-    for layout in space.layouts():
-        looked_at += 1
-        try:
-            needed = bounds.least_bytes(layout, room)
-        except InputError:  # the schedule does not run on so many ranks or layers
-            continue
-        able.append(layout)
-        if needed <= room:
-            fitting.append(layout)
-    if not able:
-        raise _no_layout(space)
-    if not fitting:
-        raise _too_large(space, bounds, able)
-    progress(f"{looked_at:,} layouts, {len(fitting):,} fit in memory")
-    ordered = sorted(
-        (bound, number)
-        for number, layout in enumerate(fitting)
-        if (bound := bound_or_none(bounds, layout)) is not None
-    )
-    queue = _Queue(space, bounds, room, [(bound, fitting[n]) for bound, n in ordered])
+    order = LayoutOrder(space.layouts(), bounds, room)
+    progress(f"{order.count:,} layouts")
+    queue = _Queue(space, bounds, room, order)
     found = queue.best(TOP, MOST)
     if not found:
-        raise _too_large(space, bounds, able)
+        raise _too_large(space, bounds, order.able) if order.able else _no_layout(space)
     progress(f"simulated {len(queue.seen)} of them")
     alone = [each for each in found if not interleaves(each.layout)][:1]
     alone = alone or queue.best(1, MOST // 2, lambda layout: not interleaves(layout))
@@ -106,8 +91,8 @@ def search_layouts(space: LayoutSpace, progress: SearchProgress = lambda _: None
         space=space,
         best=best,
         one_strand=one,
-        looked_at=looked_at,
-        too_large=looked_at - len(fitting),
+        looked_at=order.count,
+        too_large=order.too_large,
         simulated=len(queue.seen),
         exhaustive=queue.exhaustive,
     )
@@ -121,10 +106,10 @@ class _Queue:
         space: LayoutSpace,
         bounds: Bounds,
         room: float,
-        ordered: list[tuple[float, JobLayout]],
+        order: LayoutOrder,
     ) -> None:
         self._space, self._bounds, self._room = space, bounds, room
-        self._ordered = ordered
+        self._order = order
         self.seen: dict[JobLayout, SteadyStep | None] = {}
         self._whole: dict[JobLayout, SimulatedJob] = {}
         self.exhaustive = True
@@ -135,7 +120,7 @@ class _Queue:
         """The `top` fastest of those `wanted`, after so many simulations at most."""
         found: dict[tuple[object, ...], SteadyStep] = {}
         ran = 0
-        for bound, layout in self._ordered:
+        for bound, layout in self._order:
             if not wanted(layout):
                 continue
             times = sorted(each.step_ns for each in found.values())

@@ -24,7 +24,12 @@ from interlace.strategy.rank_memory import (
     rank_memory,
     rank_parameters,
 )
-from interlace.strategy.schedule_facts import ScheduleFacts, chunks_on_a_rank, facts_of
+from interlace.strategy.schedule_facts import (
+    ScheduleFacts,
+    chunks_on_a_rank,
+    facts_of,
+    few_facts_of,
+)
 from interlace.strategy.simulated_job import JobParts, parts_of
 from interlace.strategy.step_ends import ends_of
 
@@ -88,9 +93,29 @@ class Bounds:
 
     def least_ns(self, layout: JobLayout) -> float:
         """Raises InputError for a model too small for the schedule."""
-        parts = self.parts(layout)
-        shapes = self._shapes(layout)
-        facts = facts_of(layout)
+        parts, shapes, facts = self.parts(layout), self._shapes(layout), facts_of(layout)
+        on = facts.rank_of
+        ends = min(self._ends(parts, layout, shapes, r, on) for r in {0, layout.pipeline - 1})
+        return self._passes_ns(parts, layout, shapes, facts) + ends
+
+    def of_group_ns(self, layout: JobLayout) -> float:
+        """A bound of all layouts that share weights over replicas in another way, from the actions
+        of few micro-batches; 0 without a pipeline, where the bound itself takes no longer."""
+        if layout.pipeline == 1:
+            return 0.0
+        try:
+            parts, shapes, facts = self.parts(layout), self._shapes(layout), few_facts_of(layout)
+        except InputError:  # each layout is judged on its own
+            return 0.0
+        return self._passes_ns(parts, layout, shapes, facts)
+
+    def _passes_ns(
+        self,
+        parts: JobParts,
+        layout: JobLayout,
+        shapes: Mapping[int, ChunkShape],
+        facts: ScheduleFacts,
+    ) -> float:
         on, cuts = facts.rank_of, facts.cuts_backwards
         pairs = _pairs(layout, facts)
         work, saved = [0.0] * layout.pipeline, [0.0] * layout.pipeline
@@ -115,8 +140,7 @@ class Bounds:
             busy = work[rank] - pairs[rank] * saved[rank] / chunks
             # Gradients of weights may be computed while the last micro-batch goes back.
             found.append(there[rank] + busy + max(0.0, back[rank] - late[rank]))
-        ends = min(self._ends(parts, layout, shapes, r, on) for r in {0, layout.pipeline - 1})
-        return max(*found, way + way_back) + ends
+        return max(*found, way + way_back)
 
     def _ends(
         self,

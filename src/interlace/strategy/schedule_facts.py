@@ -2,9 +2,10 @@
 layouts share a few."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from interlace.errors import InputError
 from interlace.ir.actions import Action, Direction, Share
 from interlace.ir.phase_numbers import PhaseNumbers
 from interlace.ir.stage_messages import chain, chunks_of
@@ -47,6 +48,26 @@ def facts_of(layout: JobLayout) -> ScheduleFacts:
     if rounds := settles(layout.schedule):
         count = min(count, min(FULL, rounds) * ranks + 1)
     return _facts(layout.schedule, ranks, count)
+
+
+def few_facts_of(layout: JobLayout) -> ScheduleFacts:
+    """Those of as few micro-batches as the schedule runs, with as many actions of two strands as
+    there could be. What ranks keep in longer steps it does not say. Raises InputError if the
+    schedule cannot run so."""
+    name, ranks = layout.schedule, layout.pipeline
+    found = _of_few(name, ranks)
+    if not settles(name) or _facts(name, 2, 2 * FULL).interleaves:
+        most = found.micro_batches * chunks_on_a_rank(name)
+        found = replace(found, pairs=(most,) * ranks)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _of_few(name: str, ranks: int) -> ScheduleFacts:
+    try:
+        return _facts(name, ranks, 1)
+    except InputError:  # groups of micro-batches, one for each rank
+        return _facts(name, ranks, ranks)
 
 
 def interleaves(layout: JobLayout) -> bool:
