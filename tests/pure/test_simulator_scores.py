@@ -58,8 +58,8 @@ def test_errors_stay_what_they_are(start: str, before: float, after: float, rank
 @pytest.mark.parametrize(
     ("what", "rows", "error", "memory"),
     [
-        ("ZB-1p simulated", 12, 0.05, 0.06),
-        ("ZB-2p simulated", 12, 0.09, 0.02),
+        ("ZB-1p simulated", 12, 0.05, 0.02),
+        ("ZB-2p simulated", 12, 0.09, 0.012),
         ("rings simulated", 7, 0.08, 0.04),
         ("decomposed, simulated", 2, 0.11, None),
         ("MT-NLG (arXiv 2201.11990), A100-80G-SXM", 3, 0.02, None),
