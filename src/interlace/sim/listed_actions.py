@@ -27,6 +27,7 @@ class Sent(NamedTuple):
     """Which it takes: of two ranks, in one direction."""
     to: int
     """The rank that it goes to."""
+    micro_batch: int
 
 
 class Listed(NamedTuple):
@@ -66,12 +67,6 @@ class ListedActions:
         self._links: dict[tuple[int, int], int] = {}
         self.order = self._in_order(self._listed(Wiring(ranks, edges)), edges)
 
-    def message(self, number: int) -> StageMessage:
-        """The message of a number."""
-        hop, micro_batch = divmod(number, self._count)
-        of = self.hops[hop]
-        return StageMessage(of.direction, of.source, of.to, micro_batch)
-
     def times(self, costs: PipelineCosts, taken: Taken | None = None) -> ActionTimes:
         """When all of them run. `taken` is what actions take, where that is not to be what `costs`
         says."""
@@ -94,7 +89,7 @@ class ListedActions:
             starts.append(start)
             waited.append(start - was)
             ends.append(end)
-            for number, hop, link, _ in sent:
+            for number, hop, link, _, _ in sent:
                 leave[number] = begin = max(end, links[link])
                 arrive[number] = links[link] = begin + hop_ns[hop]
         return ActionTimes(starts=starts, waited=waited, ends=ends, leave=leave, arrive=arrive)
@@ -127,17 +122,16 @@ class ListedActions:
                 self.hops.append(StageMessage(*key, micro_batch=0))
             return numbers[key]
 
-        def sent_by(slot: Slot) -> list[Sent]:
+        def sent_by(slot: Slot) -> list[tuple[int, int, int]]:
             found = []
             for message in wiring.sent(Action((slot,))):
                 to = wiring.rank_of[message.to]
                 pair = wiring.rank_of[message.source], to
                 link = self._links.setdefault(pair, len(self._links))
-                hop = hop_of(message)
-                found.append(Sent(hop * self._count, hop, link, to))
+                found.append((hop_of(message), link, to))
             return found
 
-        # By phase and slot, with numbers of the messages of micro-batch 0.
+        # By phase and slot: messages of micro-batch 0, and hops, links and ranks.
         needed = [
             [[hop_of(m) * self._count for m in wiring.needed(Action((s,)))] for s in a.slots]
             for a in self.phases.actions
@@ -151,7 +145,8 @@ class ListedActions:
                 for slot, first, out in zip(action.slots, needed[phase], sent[phase], strict=True):
                     number = slot.micro_batch
                     reads += [base + number for base in first]
-                    gives += [Sent(s.number + number, *s[1:]) for s in out]
+                    for hop, link, to in out:
+                        gives.append(Sent(hop * self._count + number, hop, link, to, number))
                 found[-1].append(Listed(rank, index, phase, tuple(reads), tuple(gives)))
         return found
 

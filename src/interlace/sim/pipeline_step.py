@@ -106,24 +106,28 @@ def simulate_listed(
 def _timelines(
     listed: ListedActions, times: ActionTimes, behind_ns: int, label: str
 ) -> tuple[Timeline, ...]:
+    phases = [_names(action) for action in listed.phases.actions]
+    hops = [(f"{hop.direction}_{hop.source}>{hop.to}", str(hop.direction)) for hop in listed.hops]
     spans: list[list[Span]] = [[] for _ in listed.ranks]
     for each, start, waited, end in zip(
         listed.order, times.starts, times.waited, times.ends, strict=True
     ):
-        own = spans[each.rank]
-        action = listed.ranks[each.rank][each.index]
-        name, micro_batch = str(action), action.slots[0].micro_batch
-        strand = "+".join(dict.fromkeys(slot.strand.shown for slot in action.slots))
+        own, slots = spans[each.rank], listed.ranks[each.rank][each.index].slots
+        texts, strand = phases[each.phase]
+        name = " | ".join(
+            [f"{text} {slot.micro_batch}" for text, slot in zip(texts, slots, strict=True)]
+        )
+        number = slots[0].micro_batch
         if waited:
-            own.append(Span(name, WAIT, COMPUTE_LANE, start - waited, start, strand, micro_batch))
-        own.append(Span(name, ACTION, COMPUTE_LANE, start, end, strand, micro_batch))
+            own.append(Span(name, WAIT, COMPUTE_LANE, start - waited, start, strand, number))
+        own.append(Span(name, ACTION, COMPUTE_LANE, start, end, strand, number))
         for sent in each.sent:
-            message = listed.message(sent.number)
+            message, direction = hops[sent.hop]
             own.append(
                 Span(
-                    str(message), MESSAGE, f"to {sent.to}",
+                    f"{message} {sent.micro_batch}", MESSAGE, f"to {sent.to}",
                     times.leave[sent.number], times.arrive[sent.number],
-                    str(message.direction), message.micro_batch, issue_ns=end,
+                    direction, sent.micro_batch, issue_ns=end,
                 )
             )  # fmt: skip
     if behind_ns:
@@ -131,6 +135,12 @@ def _timelines(
         for own in spans:
             own.append(Span(END, END, COMPUTE_LANE, last, last + behind_ns))
     return tuple(Timeline(label, rank, tuple(each)) for rank, each in enumerate(spans))
+
+
+def _names(action: Action) -> tuple[list[str], str]:
+    """(the text of each strand, what timelines call all of them)."""
+    strands = [slot.strand for slot in action.slots]
+    return [each.text for each in strands], "+".join(dict.fromkeys(each.shown for each in strands))
 
 
 def _busy_ns(timeline: Timeline) -> int:
