@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 
 from interlace import schedules
 from interlace.errors import InputError, nearest
+from interlace.garbage import no_collections
 from interlace.ir.actions import Action, Direction, Share, Strand, labels_of
 from interlace.ir.graph import OpGraph
 from interlace.ir.phases import phase_graph, whole_graph
@@ -146,6 +147,7 @@ class Schedule:
             actions = with_heads(actions)
         return with_once_a_step(actions, graphs)
 
+    @no_collections()
     def of_ranks(
         self,
         ranks: int,

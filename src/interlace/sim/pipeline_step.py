@@ -11,6 +11,7 @@ Times are those of whole passes, so this says what the order of actions costs, a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from interlace.garbage import no_collections
 from interlace.ir.actions import Action
 from interlace.ir.graph import COMPUTE_LANE
 from interlace.ir.stage_messages import chain
@@ -80,6 +81,7 @@ class ComparedStep:
         )
 
 
+@no_collections()
 def simulate_pipeline(
     ranks: Sequence[Sequence[Action]], costs: PipelineCosts, label: str = "predicted"
 ) -> PipelineStep:
@@ -88,6 +90,7 @@ def simulate_pipeline(
     return simulate_listed(ListedActions(ranks, edges), costs, label)
 
 
+@no_collections()
 def simulate_listed(
     listed: ListedActions,
     costs: PipelineCosts,
