@@ -26,12 +26,13 @@ def pytest_configure() -> None:
 
 
 _LONGEST = (
-    "train_pipeline", "train", "train_experts", "u_transformer", "strands", "fully_shard",
-    "architectures", "repeat", "strange_modules", "torchtitan", "deep_forward", "pipeline_models",
-    "checkpoints", "stage_layouts_models", "folded", "expert_parallel", "data_parallel", "neutral",
-    "expert_stages", "docs", "layout_search",
+    "train", "train_pipeline", "hugging_face_experts", "u_transformer", "profile", "architectures",
+    "docs", "repeat", "hf_trainer", "strands", "deep_forward", "train_experts", "fully_shard",
+    "torchtitan", "neutral", "pipeline_models", "stage_layouts_models", "plan_pipeline",
+    "decompose_pass", "decompose_attention", "decompose_choose", "strange_modules", "compile_step",
+    "expert_parallel", "layout_search",
 )  # fmt: skip
-"""Files that take more than 35 s of CPU time in `make test`, the longest first."""
+"""Files that take more than 65 s of a worker in `make test`, the longest first."""
 _LONG_FIRST = ("gloo", "drills", "cli", "oracle", "pure")
 """Where files run beside others, those of several processes come first: short ones fill what is
 left at the end, where a long one would run alone."""
