@@ -15,8 +15,9 @@ from interlace.strategy.job_layout import JobLayout
 
 Actions = tuple[tuple[Action, ...], ...]
 FULL = 3
-"""After so many micro-batches for each rank of a pipeline, a schedule that settles keeps no more
-forwards, and each further one adds as many actions of two strands as a rank has chunks."""
+"""After so many micro-batches for each rank of a pipeline, or those behind which it says that it
+settles if they are fewer, a schedule keeps no more forwards (`eager_folded` nearly no more), and
+each further one adds as many actions of two strands as a rank has chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
