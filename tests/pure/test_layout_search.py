@@ -101,19 +101,19 @@ def test_groups_of_layouts_leave_their_order_as_it_is(cluster):
     space = space_of(with_kept(tensor=4), cluster, global_batch=96)
     bounds = Bounds(space.config, space.cluster)
     room = (1 - SPARE) * space.cluster.memory_gib * 2**30
-    sorted_ = []
+    wanted = []
     for number, layout in enumerate(space.layouts()):
         try:
             if bounds.least_bytes(layout, room) <= room:
-                sorted_.append((bounds.least_ns(layout), number, layout))
+                wanted.append((bounds.least_ns(layout), number, layout))
         except InputError:
             continue
         assert bounds.of_group_ns(layout) <= bounds.least_ns(layout) * (1 + 1e-9), layout
     order = LayoutOrder(space.layouts(), bounds, room)
-    assert next(iter(order))[1] == min(sorted_)[2]
+    assert next(iter(order))[1] == min(wanted)[2]
     assert len(order.able) < order.count / 2
     found = [*order]
-    assert [layout for _, layout in found] == [layout for *_, layout in sorted(sorted_)]
+    assert [layout for _, layout in found] == [layout for *_, layout in sorted(wanted)]
     assert [*order] == found
     assert order.count == number + 1
     assert order.too_large == len(order.able) - len(found)

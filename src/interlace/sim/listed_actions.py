@@ -11,7 +11,7 @@ from interlace.ir.actions import Action, Direction, Share, Slot
 from interlace.ir.phase_numbers import PhaseNumbers
 from interlace.ir.stage_messages import Edge, StageMessage, Wiring
 from interlace.schedules.verify import order_of_run
-from interlace.sim.pipeline_costs import PipelineCosts
+from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
 
 Taken = Sequence[Sequence[tuple[int, int]]]
 """By rank and action: how long it takes, and how long its rank is busy behind it."""
@@ -106,10 +106,8 @@ class ListedActions:
         return list(zip(last, over, strict=True))
 
     def peaks(self, costs: PipelineCosts) -> list[tuple[int, int]]:
-        """By rank, (bytes, forwards): the most that is kept at a time. What an action saves is
-        there from its start, what it needs no more is freed at its end."""
-        changes = [_changes(action, costs) for action in self.phases.actions]
-        return [_peak([changes[phase] for phase in own]) for own in self.phases.of_ranks]
+        """By rank, (bytes, forwards): the most that is kept at a time."""
+        return most_kept(self.phases, costs.chunks)
 
     def _listed(self, wiring: Wiring) -> list[list[Listed]]:
         """By rank."""
@@ -177,11 +175,18 @@ class ListedActions:
         return order
 
 
-def _changes(action: Action, costs: PipelineCosts) -> tuple[int, int, int, int]:
+def most_kept(phases: PhaseNumbers, chunks: Sequence[ChunkCosts]) -> list[tuple[int, int]]:
+    """By rank, (bytes, forwards): the most that is kept at a time. What an action saves is there
+    from its start, what it needs no more is freed at its end."""
+    changes = [_changes(action, chunks) for action in phases.actions]
+    return [_peak([changes[phase] for phase in own]) for own in phases.of_ranks]
+
+
+def _changes(action: Action, chunks: Sequence[ChunkCosts]) -> tuple[int, int, int, int]:
     """(bytes more at its start, forwards more, bytes less at its end, forwards less)."""
     more = count = less = over = 0
     for slot in action.slots:
-        chunk, share = costs.chunks[slot.strand.chunk or 0], slot.strand.share
+        chunk, share = chunks[slot.strand.chunk or 0], slot.strand.share
         if slot.strand.direction == Direction.FORWARD:
             more, count = more + chunk.saved_bytes, count + 1
         elif share == Share.INPUT:

@@ -1,19 +1,21 @@
 """What the schedule of a layout does, found from its actions; kept by its name, as thousands of
 layouts share a few."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from interlace.errors import InputError
-from interlace.ir.actions import Action, Direction, Share
+from interlace.ir.actions import Action, Share
 from interlace.ir.phase_numbers import PhaseNumbers
 from interlace.ir.stage_messages import chain, chunks_of
 from interlace.schedules.finder import find
-from interlace.sim.listed_actions import ListedActions
+from interlace.sim.listed_actions import ListedActions, most_kept
+from interlace.sim.pipeline_costs import ChunkCosts
 from interlace.strategy.job_layout import JobLayout
 
 Actions = tuple[tuple[Action, ...], ...]
+_NOTHING = ChunkCosts(forward_ns=0, input_ns=0, weight_ns=0)
 FULL = 3
 """After so many micro-batches for each rank of a pipeline, or those behind which it says that it
 settles if they are fewer, a schedule keeps no more forwards (`eager_folded` nearly no more), and
@@ -106,37 +108,16 @@ def _facts(schedule: str, ranks: int, micro_batches: int) -> ScheduleFacts:
     # Not proved: what is simulated is.
     actions = find(schedule).unproved(ranks, micro_batches, chunks_on_a_rank(schedule))
     phases = PhaseNumbers(actions)
-    changes = [_changes(action) for action in phases.actions]
     pairs = [len(action.slots) > 1 for action in phases.actions]
     rank_of = phases.rank_of
     chunks = sorted(rank_of)
     return ScheduleFacts(
         micro_batches=micro_batches,
         rank_of=rank_of,
-        kept=tuple(_most(changes[phase] for phase in own) for own in phases.of_ranks),
+        kept=tuple(forwards for _, forwards in most_kept(phases, [_NOTHING] * len(chunks))),
         pairs=tuple(sum(pairs[phase] for phase in own) for own in phases.of_ranks),
         cuts_backwards=any(
             slot.strand.share == Share.WEIGHT for each in phases.actions for slot in each.slots
         ),
         chunks_of=tuple(tuple(c for c in chunks if rank_of[c] == rank) for rank in range(ranks)),
     )
-
-
-def _changes(action: Action) -> tuple[int, int]:
-    """(forwards that begin to be kept, forwards that are kept no longer)."""
-    strands = [slot.strand for slot in action.slots]
-    forwards = sum(each.direction == Direction.FORWARD for each in strands)
-    over = sum(
-        each.direction == Direction.BACKWARD and each.share != Share.INPUT for each in strands
-    )
-    return forwards, over
-
-
-def _most(changes: Iterable[tuple[int, int]]) -> int:
-    """Most forwards that a rank keeps at a time."""
-    now = most = 0
-    for more, less in changes:
-        now += more
-        most = max(most, now)
-        now -= less
-    return most

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from interlace.config import RunConfig
 from interlace.hardware.cluster import Cluster
 from interlace.hardware.step_job import StepJob
-from interlace.ir.actions import Direction, Share
+from interlace.ir.actions import Action, Direction, Share
 from interlace.ir.graph import Kind
 from interlace.ir.stage_messages import chain, chunks_of
 from interlace.ir.timeline import Timeline
@@ -34,7 +34,7 @@ from interlace.strategy.rank_memory import (
     rank_memory,
     rank_parameters,
 )
-from interlace.strategy.schedule_facts import Actions, listed_actions, schedule_actions
+from interlace.strategy.schedule_facts import listed_actions
 from interlace.strategy.step_ends import StepEnds, ends_of, ns_with_ends, with_ends
 
 
@@ -48,7 +48,7 @@ class SimulatedJob:
     job: StepJob
     cuts: tuple[int, ...]
     """The first layer of each chunk."""
-    actions: Actions
+    actions: Sequence[Sequence[Action]]
     """By stage."""
     step: PipelineStep
     """One rank of each stage, with the exchanges at both ends and the optimizer."""
@@ -164,7 +164,7 @@ def simulate_job(
         layout=layout,
         job=parts.job,
         cuts=ready.cuts,
-        actions=schedule_actions(layout.schedule, layout.pipeline, layout.micro_batches),
+        actions=listed.ranks,
         step=whole,
         ends_s=(whole.step_ns - step.step_ns) / 1e9,
         exposed_s=exposed,

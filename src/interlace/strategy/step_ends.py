@@ -127,13 +127,9 @@ def _left(transfer_s: float, pass_s: float, layers: int) -> float:
 
 def with_ends(step: PipelineStep, ends: Sequence[StepEnds]) -> PipelineStep:
     """The step with what its ranks do once."""
-    before = round(1e9 * max(end.gather_exposed_s if end.gather_first else 0.0 for end in ends))
-    over = [
-        before + timeline.length_ns + round(1e9 * end.reduce_exposed_s)
-        for timeline, end in zip(step.timelines, ends, strict=True)
-    ]
+    before, update_ns = _before_and_update([each.length_ns for each in step.timelines], ends)
     timelines = tuple(
-        _extended(timeline, end, before, max(over))
+        _extended(timeline, end, before, update_ns)
         for timeline, end in zip(step.timelines, ends, strict=True)
     )
     return replace(step, timelines=timelines)
@@ -141,14 +137,18 @@ def with_ends(step: PipelineStep, ends: Sequence[StepEnds]) -> PipelineStep:
 
 def ns_with_ends(over: Sequence[int], ends: Sequence[StepEnds]) -> int:
     """The length of that step, of ranks whose last action or message is over then."""
-    before = round(1e9 * max(end.gather_exposed_s if end.gather_first else 0.0 for end in ends))
-    update_ns = before + max(
-        ns + round(1e9 * end.reduce_exposed_s) for ns, end in zip(over, ends, strict=True)
-    )
+    _, update_ns = _before_and_update(over, ends)
     return max(
         update_ns + round(1e9 * end.optimizer_s) + (0 if end.gather_first else _gather_ns(end))
         for end in ends
     )
+
+
+def _before_and_update(over: Sequence[int], ends: Sequence[StepEnds]) -> tuple[int, int]:
+    """(when the actions begin, when the weights are updated), of ranks that take so long."""
+    before = round(1e9 * max(end.gather_exposed_s if end.gather_first else 0.0 for end in ends))
+    reduced = [ns + round(1e9 * end.reduce_exposed_s) for ns, end in zip(over, ends, strict=True)]
+    return before, before + max(reduced)
 
 
 def _gather_ns(end: StepEnds) -> int:
