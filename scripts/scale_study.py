@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from interlace.cli.run_file import load_run_config
 from interlace.config import RunConfig
@@ -26,7 +26,6 @@ from interlace.strategy.contributions import contributions
 from interlace.strategy.job_layout import JobLayout, with_layout
 from interlace.strategy.layout_search import in_16_bits, search_layouts
 from interlace.strategy.layout_space import LayoutSpace
-from interlace.strategy.schedule_facts import interleaves
 from interlace.strategy.simulated_job import SimulatedJob, parts_of, simulate_job
 
 FOLDER = Path(__file__).resolve().parents[1] / "bench" / "results" / "scale"
@@ -105,15 +104,12 @@ def searched(config: RunConfig, cluster: str, batch: int) -> dict[str, Any]:
         found = search_layouts(space)
     except InputError as error:
         return {"refused": error.message}
-    one = found.one_strand
+    one, two = found.one_strand, found.two_strands
     schedules = {} if one is None else by_schedule(one)
-    # Where none is among the ten best: the best on the split of the best of one strand.
-    two = [each for each in found.best if interleaves(each.layout)]
-    two = two or [job for job in schedules.values() if _fits_interleaved(job)]
     return {
         "chosen": figures(found.chosen),
         "one": None if one is None else figures(one),
-        "two": figures(min(two, key=lambda job: job.seconds)) if two else None,
+        "two": None if two is None else figures(two),
         "schedules": {name: _schedule_figures(job) for name, job in schedules.items()},
         "without": {
             f"{each.technique} ({each.instead})": each.seconds / found.chosen.seconds - 1
@@ -157,11 +153,6 @@ def by_schedule(one: SimulatedJob) -> dict[str, SimulatedJob | str]:
         except InputError as error:
             found[schedule] = error.message
     return found
-
-
-def _fits_interleaved(job: SimulatedJob | str) -> TypeGuard[SimulatedJob]:
-    """Whether it is a job of two strands that fits."""
-    return not isinstance(job, str) and job.fits and interleaves(job.layout)
 
 
 def _schedule_figures(job: SimulatedJob | str) -> dict[str, Any]:

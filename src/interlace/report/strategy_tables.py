@@ -13,7 +13,6 @@ from interlace.report.simulation_tables import (
 from interlace.strategy.contributions import Contribution
 from interlace.strategy.expected_error import expected_error
 from interlace.strategy.layout_search import WORTH, FoundLayouts
-from interlace.strategy.schedule_facts import interleaves
 from interlace.strategy.simulated_job import SimulatedJob
 from interlace.text import aligned, percent
 
@@ -76,20 +75,25 @@ def strategy_data(found: FoundLayouts, parts: Sequence[Contribution]) -> dict[st
         "simulated": found.simulated,
         "exhaustive": found.exhaustive,
         "two_strands_gain": found.gain,
+        "one_strand": _data_or_none(found.one_strand),
+        "two_strands": _data_or_none(found.two_strands),
         "chosen": simulation_data(found.chosen),
         "best": [simulation_data(each) for each in found.best],
         "contributions": [asdict(each) for each in parts],
     }
 
 
+def _data_or_none(job: SimulatedJob | None) -> dict[str, Any] | None:
+    return None if job is None else simulation_data(job)
+
+
 def _verdict(found: FoundLayouts) -> str:
     """Whether two strands are worth it."""
-    two = [each for each in found.best if interleaves(each.layout)]
-    if not two:
-        return "two strands: do not; none of the best layouts interleaves"
+    if found.two_strands is None:
+        return "two strands: do not; no layout of two strands fits"
     if found.one_strand is None:
         return "two strands: no layout of one strand at a time fits"
-    one, both = (seconds_text(each.seconds) for each in (found.one_strand, two[0]))
+    one, both = (seconds_text(each.seconds) for each in (found.one_strand, found.two_strands))
     times = f"{one} s with one, {both} s with two"
     if found.gain < WORTH:
         return f"two strands: do not; the best layouts take {times}"

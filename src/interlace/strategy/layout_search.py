@@ -42,6 +42,8 @@ class FoundLayouts:
     """The fastest first; of layouts that differ only in how replicas share weights, one."""
     one_strand: SimulatedJob | None
     """The fastest of those that run one strand at a time."""
+    two_strands: SimulatedJob | None
+    """The fastest of those that run two."""
     looked_at: int
     too_large: int
     """Of those whose bounds were not too long anyway."""
@@ -59,11 +61,11 @@ class FoundLayouts:
 
     @property
     def gain(self) -> float:
-        """By how much two strands are faster than the best layout of one strand at a time."""
-        two = [each for each in self.best if interleaves(each.layout)]
-        if not two or self.one_strand is None:
+        """By how much the best layout of two strands is faster than the best of one at a time;
+        below 0 if it is slower, and 0 if there is none of either."""
+        if self.two_strands is None or self.one_strand is None:
             return 0.0
-        return self.one_strand.seconds / two[0].seconds - 1
+        return self.one_strand.seconds / self.two_strands.seconds - 1
 
     def run(self) -> RunConfig:
         """The run file of the chosen layout."""
@@ -83,18 +85,18 @@ def search_layouts(space: LayoutSpace, progress: SearchProgress = lambda _: None
     if not found:
         raise _too_large(space, bounds, order.able) if order.able else _no_layout(space)
     progress(f"simulated {len(queue.seen)} of them")
-    alone = [each for each in found if not interleaves(each.layout)][:1]
-    alone = alone or queue.best(1, MOST // 2, lambda layout: not interleaves(layout))
-    best = tuple(sorted((queue.whole(each) for each in found), key=_length))
-    one = min((queue.whole(each) for each in alone), key=_length, default=None)
+    exhaustive = queue.exhaustive
+    alone = queue.best_of(found, lambda layout: not interleaves(layout))
+    paired = queue.best_of(found, interleaves)
     return FoundLayouts(
         space=space,
-        best=best,
-        one_strand=one,
+        best=tuple(sorted((queue.whole(each) for each in found), key=_length)),
+        one_strand=alone,
+        two_strands=paired,
         looked_at=order.count,
         too_large=order.too_large,
         simulated=len(queue.seen),
-        exhaustive=queue.exhaustive,
+        exhaustive=exhaustive,
     )
 
 
@@ -136,6 +138,13 @@ class _Queue:
                 if key not in found or _rank(one) < _rank(found[key]):
                     found[key] = one
         return sorted(found.values(), key=_rank)[:top]
+
+    def best_of(
+        self, found: list[SteadyStep], wanted: Callable[[JobLayout], bool]
+    ) -> SimulatedJob | None:
+        """The fastest of those `wanted`: of the ones `found`, or else by a search of its own."""
+        own = [each for each in found if wanted(each.layout)] or self.best(1, MOST // 2, wanted)
+        return min((self.whole(each) for each in own), key=_length, default=None)
 
     def whole(self, found: SteadyStep) -> SimulatedJob:
         """The same with every micro-batch."""

@@ -66,10 +66,11 @@ def _code() -> str:
 
 
 def _kept(found: FoundLayouts) -> dict[str, Any]:
-    one = found.one_strand
+    one, two = found.one_strand, found.two_strands
     return {
         "best": [asdict(each.layout) for each in found.best],
         "one_strand": None if one is None else asdict(one.layout),
+        "two_strands": None if two is None else asdict(two.layout),
         "looked_at": found.looked_at,
         "too_large": found.too_large,
         "simulated": found.simulated,
@@ -82,8 +83,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         known = json.loads(path.read_bytes())
         known["best"] = [JobLayout(**each) for each in known["best"]]
-        one = known["one_strand"]
-        known["one_strand"] = None if one is None else JobLayout(**one)
+        for strands in ("one_strand", "two_strands"):
+            own = known[strands]
+            known[strands] = None if own is None else JobLayout(**own)
     except (ValueError, KeyError, TypeError):
         return None
     return known
@@ -97,10 +99,11 @@ def _simulated(space: LayoutSpace, known: dict[str, Any]) -> FoundLayouts:
             jobs[layout] = simulate_job(space.config, space.cluster, layout)
         return jobs[layout]
 
-    one = known.pop("one_strand")
+    one, two = known.pop("one_strand"), known.pop("two_strands")
     return FoundLayouts(
         space=space,
         best=tuple(job(layout) for layout in known.pop("best")),
         one_strand=None if one is None else job(one),
+        two_strands=None if two is None else job(two),
         **known,
     )
