@@ -1,6 +1,6 @@
 """From 64 to 100,000 devices: the best layouts of a model, and what each technique gives there.
 
-    python scripts/scale_study.py                       # Llama 3.1 405B on H100, about 20 minutes
+    python scripts/scale_study.py                       # Llama 3.1 405B on H100, about 4 minutes
     python scripts/scale_study.py --model mixtral-8x7b  # another preset of interlace/presets/models
     python scripts/draw_scale_study.py                  # the pictures and tables of the docs
 

@@ -17,7 +17,8 @@ from interlace.errors import InputError
 from interlace.hardware.cluster import load_cluster
 from interlace.hardware.cluster_size import load_sized_cluster
 from interlace.hardware.step_model import estimate_step
-from interlace.ir.graph import COMPUTE_LANE
+from interlace.ir.actions import Direction
+from interlace.ir.graph import COMPUTE_LANE, Kind
 from interlace.ir.timeline import overlaps
 from interlace.model_config import ModelConfig
 from interlace.strategy.chunk_cuts import even_cuts, given_cuts, split_names
@@ -99,6 +100,39 @@ def test_what_replicas_exchange_once_a_step():
     staged = with_parallel(pipeline=4, schedule="1F1B")
     more = simulated(replace(staged, parallel=replace(staged.parallel, data_replicate=4)), A100)
     assert more.exposed_s["dp_replicate"] == more.communication_s["dp_replicate"] > 0
+
+
+@pytest.mark.parametrize("schedule", ["interleaved(chunks=4)", "zb_v", "dual_pipe_v"])
+def test_chunks_sum_their_gradients_when_they_are_over(schedule):
+    """Each behind its last backward, one after the other, and the last one in the open; whole,
+    where another program reduces them to shards behind all actions."""
+    degrees = {"tensor": 2, "data_shard": 4, "zero": 1}
+    config = with_parallel(pipeline=4, schedule=schedule, **degrees)
+    layout, parts = layout_of(config), parts_of(config, A100, layout_of(config))
+    found = simulate_job(config, A100, layout, parts)
+    late = simulate_job(config, A100, layout, replace(parts, sums_late=True))
+    hidden = 0
+    for rank, (timeline, end) in enumerate(zip(found.step.timelines, found.ends, strict=True)):
+        actions = zip(
+            found.actions[rank], [s for s in timeline.spans if s.kind == "action"], strict=True
+        )
+        over: dict[int | None, int] = {}
+        for action, span in actions:
+            for slot in action.slots:
+                if slot.strand.direction == Direction.BACKWARD:
+                    over[slot.strand.chunk] = span.end_ns
+        sums = [s for s in timeline.spans if s.lane == "dp_shard" and s.kind == Kind.ALL_REDUCE]
+        assert len(sums) == len(over)
+        assert all(s.start_ns >= at for s, at in zip(sums, sorted(over.values()), strict=True))
+        assert not overlaps(tuple(sums))
+        assert sum(s.duration_ns for s in sums) == pytest.approx(1e9 * end.reduce_s, abs=9)
+        left = sums[-1].end_ns - max(over.values())
+        assert left == pytest.approx(1e9 * end.reduce_exposed_s, abs=9)
+        assert end.least_reduce_exposed_s <= end.reduce_exposed_s
+        assert end.reduce_s == pytest.approx(2 * late.ends[rank].reduce_s, rel=0.1)
+        assert late.ends[rank].reduce_exposed_s == late.ends[rank].reduce_s
+        hidden += sums[0].end_ns < max(over.values())
+    assert hidden
 
 
 def test_what_another_program_may_do():

@@ -75,7 +75,9 @@ def simulated_step(
         once, links, _ONE_BUCKET, gathers_again=user_buffers, user_buffers=user_buffers
     )
     times = PassTimes(operators)
-    found = simulate_job(_config(job), cluster, layout, JobParts(once, links, times))
+    found = simulate_job(
+        _config(job), cluster, layout, JobParts(once, links, times, sums_late=True)
+    )
     bypasses = layout.schedule in ZERO_BUBBLE.values()
     seconds = _longest_rank_s(found.step) if bypasses else found.seconds
     return SimulatedStep(seconds, _memory_gib(job, found.step.peak_chunks))

@@ -254,7 +254,7 @@ def _parts(
     bucket = config.parallel.bucket_mib * 2**20
     operators = LayerOperators(job, links, bucket, gathers_again=gathers_again)
     times = PassTimes(operators, searches=searches, barrier_ns=BARRIER_NS)
-    return JobParts(job, links, times, waits_for_messages=True)
+    return JobParts(job, links, times, waits_for_messages=True, sums_late=True)
 
 
 def _blocks(

@@ -5,6 +5,7 @@ Phases, messages and links are numbered once, so that a schedule can be timed ma
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from interlace.ir.actions import Action, Direction, Share, Slot
@@ -104,6 +105,19 @@ class ListedActions:
             rank = self.phases.rank_of[hop.source]
             over[rank] = max(over[rank], *times.arrive[number * count : (number + 1) * count])
         return list(zip(last, over, strict=True))
+
+    @cached_property
+    def last_backwards(self) -> list[dict[int, int]]:
+        """By rank and chunk: the place in `order` behind which all its gradients are there."""
+        chunks = [
+            {s.strand.chunk or 0 for s in a.slots if s.strand.direction != Direction.FORWARD}
+            for a in self.phases.actions
+        ]
+        found: list[dict[int, int]] = [{} for _ in self.ranks]
+        for place, each in enumerate(self.order):
+            for chunk in chunks[each.phase]:
+                found[each.rank][chunk] = place
+        return found
 
     def peaks(self, costs: PipelineCosts) -> list[tuple[int, int]]:
         """By rank, (bytes, forwards): the most that is kept at a time."""

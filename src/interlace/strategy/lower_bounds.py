@@ -152,7 +152,7 @@ class Bounds:
     ) -> float:
         own = [chunk for chunk in shapes if on[chunk] == rank]
         ends = ends_of(parts.links, parts.times, layout, shapes, own)
-        return 1e9 * (ends.gather_exposed_s + ends.reduce_exposed_s + ends.optimizer_s)
+        return 1e9 * (ends.gather_exposed_s + ends.least_reduce_exposed_s + ends.optimizer_s)
 
     def _shapes(self, layout: JobLayout) -> Mapping[int, ChunkShape]:
         job = step_job(self.config, layout)

@@ -18,7 +18,7 @@ from interlace.ir.actions import Action, Direction, Share
 from interlace.ir.graph import Kind
 from interlace.ir.stage_messages import chain, chunks_of
 from interlace.ir.timeline import Timeline
-from interlace.sim.listed_actions import ListedActions
+from interlace.sim.listed_actions import ActionTimes, ListedActions
 from interlace.sim.pipeline_costs import ChunkCosts, PipelineCosts
 from interlace.sim.pipeline_step import PipelineStep, simulate_listed
 from interlace.strategy.chunk_cuts import chunk_shapes, even_cuts, given_cuts
@@ -35,7 +35,13 @@ from interlace.strategy.rank_memory import (
     rank_parameters,
 )
 from interlace.strategy.schedule_facts import listed_actions
-from interlace.strategy.step_ends import StepEnds, ends_of, ns_with_ends, with_ends
+from interlace.strategy.step_ends import (
+    StepEnds,
+    chunk_by_chunk,
+    ends_of,
+    ns_with_ends,
+    with_ends,
+)
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,9 @@ class JobParts:
     times: PassTimes
     waits_for_messages: bool = False
     """Stages send and receive behind each action, and compute nothing meanwhile."""
+    sums_late: bool = False
+    """Stages reduce gradients to shards when all their actions are over, and do not sum them whole
+    chunk by chunk."""
 
 
 def parts_of(
@@ -153,7 +162,8 @@ def simulate_job(
     Raises InputError for a schedule that does not run so, or a model too small for it."""
     parts = parts or parts_of(config, cluster, layout)
     ready = _prepared(config, layout, parts)
-    listed, ends, passes = ready.listed, ready.ends, ready.passes
+    listed, passes = ready.listed, ready.passes
+    ends = _ends(parts, ready, listed.times(ready.costs))
     step = simulate_listed(listed, ready.costs)
     exposed, busy = _communication(listed.phases.counts, passes, ends)
     whole = with_ends(step, ends)
@@ -182,10 +192,12 @@ def step_of(config: RunConfig, layout: JobLayout, parts: JobParts) -> tuple[int,
     its timelines. Raises InputError as that."""
     ready = _prepared(config, layout, parts)
     listed, costs = ready.listed, ready.costs
-    over = [end for _, end in listed.ends(listed.times(costs))]
+    times = listed.times(costs)
+    over = [end for _, end in listed.ends(times)]
     kept = [most for most, _ in listed.peaks(costs)]
     memory = _memory(parts.job, layout, ready, kept)
-    return ns_with_ends(over, ready.ends), max(memory, key=lambda each: each.total)
+    ends = _ends(parts, ready, times)
+    return ns_with_ends(over, ends), max(memory, key=lambda each: each.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +210,7 @@ class _Prepared:
     passes: Mapping[str, PassCost]
     costs: PipelineCosts
     ends: tuple[StepEnds, ...]
+    """As if reductions began when all actions of a rank are over."""
 
 
 def _prepared(config: RunConfig, layout: JobLayout, parts: JobParts) -> _Prepared:
@@ -214,8 +227,25 @@ def _prepared(config: RunConfig, layout: JobLayout, parts: JobParts) -> _Prepare
         shapes,
         passes,
         _pipeline_costs(parts, layout, shapes, passes),
-        tuple(ends_of(parts.links, times, layout, shapes, own) for own in owned),
+        tuple(
+            ends_of(parts.links, times, layout, shapes, own, sums_late=parts.sums_late)
+            for own in owned
+        ),
     )
+
+
+def _ends(parts: JobParts, ready: _Prepared, times: ActionTimes) -> tuple[StepEnds, ...]:
+    """By stage: what it does once a step, when its actions run at these times."""
+    if parts.sums_late or not any(end.shares for end in ready.ends):
+        return ready.ends
+    listed = ready.listed
+    found = []
+    for end, (last, _), places in zip(
+        ready.ends, listed.ends(times), listed.last_backwards, strict=True
+    ):
+        over = {chunk: times.ends[place] for chunk, place in places.items()}
+        found.append(chunk_by_chunk(end, last, over) if end.shares else end)
+    return tuple(found)
 
 
 def cuts_of(config: RunConfig, layout: JobLayout, job: StepJob, chunks: int) -> tuple[int, ...]:

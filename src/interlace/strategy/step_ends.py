@@ -2,14 +2,16 @@
 
 On one stage, sums of gradients are reduced under the last backward, layer by layer as they are
 ready, and with ZeRO-1 the weights gathered under the first forward. A stage of the trainer's
-pipelines, and any program that hides neither (`StepJob.overlap_gradients`), reduces when its
-actions are over, and gathers behind the optimizer. Experts do the same with the ranks that hold the
-same ones, one after the other with the rest.
+pipelines sums the gradients of a chunk whole when its last backward is over, beside the actions of
+its other chunks, and gathers behind the optimizer. Another program may reduce all when its actions
+are over, and to shards. Experts do the same with the ranks that hold the same ones, one after the
+other with the rest. That sums slow down the compute that they run beside is not counted.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from interlace.hardware.step_job import StepJob
 from interlace.hardware.step_model import OPTIMIZER_BYTES
 from interlace.ir.actions import Direction, Share
 from interlace.ir.graph import COMPUTE_LANE, Kind
@@ -43,6 +45,11 @@ class StepEnds:
     """(lane, kind, seconds) of gradients, once a step."""
     reduce_exposed_s: float
     optimizer_s: float
+    shares: tuple[tuple[int, float], ...] = ()
+    """(chunk, its share of the reductions) of a rank with several."""
+    begun: tuple[tuple[int, float], ...] = ()
+    """(ns, the share of the reductions that begins then); else all end `reduce_exposed_s` behind
+    the actions, in one go."""
 
     @property
     def gather_s(self) -> float:
@@ -53,6 +60,12 @@ class StepEnds:
     def reduce_s(self) -> float:
         """All reductions."""
         return sum(seconds for *_, seconds in self.reductions)
+
+    @property
+    def least_reduce_exposed_s(self) -> float:
+        """However early chunks are over: the last to be over has nothing beside."""
+        least = min((share for _, share in self.shares), default=1.0)
+        return min(self.reduce_exposed_s, least * self.reduce_s)
 
     @property
     def as_time(self) -> PassCost:
@@ -75,8 +88,10 @@ def ends_of(
     layout: JobLayout,
     shapes: Mapping[int, ChunkShape],
     own: Sequence[int],
+    *,
+    sums_late: bool = False,
 ) -> StepEnds:
-    """Those of a rank with these chunks."""
+    """Those of a rank with these chunks; `sums_late` is that of `JobParts`."""
     operators = times.operators
     job, last = operators.job, len(shapes) - 1
     layers = sum(shapes[chunk].layers for chunk in own)
@@ -93,8 +108,11 @@ def ends_of(
         if shards > 1 and layout.zero == 1:
             gathers.append((lanes[0], operators.shared_s(Kind.ALL_GATHER, 2.0 * size, lanes[0])))
         if shards > 1 and layout.reduce == "step":
-            seconds = operators.shared_s(Kind.REDUCE_SCATTER, job.gradient_bytes * size, lanes[0])
-            reductions.append((lanes[0], Kind.REDUCE_SCATTER, seconds))
+            # A stage of the trainer sums them whole (`parallel.stage_shards`).
+            whole = layout.pipeline > 1 and not sums_late
+            kind = Kind.ALL_REDUCE if whole else Kind.REDUCE_SCATTER
+            seconds = operators.shared_s(kind, job.gradient_bytes * size, lanes[0])
+            reductions.append((lanes[0], kind, seconds))
         # Whole weights are summed over both axes, cut ones over replicas.
         for lane in lanes if shards == 1 else lanes[1:]:
             seconds = operators.shared_s(Kind.ALL_REDUCE, job.gradient_bytes * size / shards, lane)
@@ -116,7 +134,34 @@ def ends_of(
         reductions=tuple(reductions),
         reduce_exposed_s=reduce_exposed,
         optimizer_s=OPTIMIZER_BYTES * updated / operators.device.bytes_per_s,
+        shares=_shares(job, layout, shapes, own) if reductions else (),
     )
+
+
+def _shares(
+    job: StepJob, layout: JobLayout, shapes: Mapping[int, ChunkShape], own: Sequence[int]
+) -> tuple[tuple[int, float], ...]:
+    """(chunk, its share of the parameters) of a rank with several."""
+    last = len(shapes) - 1
+    sizes = {
+        chunk: rank_parameters(
+            job, layout, shapes[chunk].layers,
+            first=chunk == 0, last=chunk == last, dense=shapes[chunk].dense,
+        ).total
+        for chunk in own
+    }  # fmt: skip
+    whole = sum(sizes.values())
+    return tuple((chunk, size / whole) for chunk, size in sizes.items()) if len(own) > 1 else ()
+
+
+def chunk_by_chunk(end: StepEnds, over_ns: int, backwards: Mapping[int, int]) -> StepEnds:
+    """With reductions of a chunk from when its last backward is over, at `backwards`; the rank's
+    last action is over at `over_ns`."""
+    begun, at = list[tuple[int, float]](), 0
+    for chunk, share in sorted(end.shares, key=lambda each: backwards[each[0]]):
+        begun.append((max(at, backwards[chunk]), share))
+        at = begun[-1][0] + round(1e9 * share * end.reduce_s)
+    return replace(end, reduce_exposed_s=(at - over_ns) / 1e9, begun=tuple(begun))
 
 
 def _left(transfer_s: float, pass_s: float, layers: int) -> float:
@@ -174,9 +219,10 @@ def _extended(timeline: Timeline, end: StepEnds, before: int, update_ns: int) ->
         gather(0)
         add("gather weights", WAIT, COMPUTE_LANE, 0, before)
     exposed = round(1e9 * end.reduce_exposed_s)
-    start = at + exposed - round(1e9 * end.reduce_s)
-    for lane, kind, seconds in end.reductions:
-        start = add("reduce gradients", kind, lane, start, round(1e9 * seconds))
+    for start, share in end.begun or ((at + exposed - round(1e9 * end.reduce_s), 1.0),):
+        begin = start
+        for lane, kind, seconds in end.reductions:
+            begin = add("reduce gradients", kind, lane, begin, round(1e9 * share * seconds))
     add("reduce gradients", WAIT, COMPUTE_LANE, at, exposed)
     done = add(OPTIMIZER, OPTIMIZER, COMPUTE_LANE, update_ns, round(1e9 * end.optimizer_s))
     if not end.gather_first and end.gathers:
