@@ -90,7 +90,7 @@ def _data_or_none(job: SimulatedJob | None) -> dict[str, Any] | None:
 def _verdict(found: FoundLayouts) -> str:
     """Whether two strands are worth it."""
     if found.two_strands is None:
-        return "two strands: do not; no layout of two strands fits"
+        return "two strands: do not; no layout of them was found"
     if found.one_strand is None:
         return "two strands: no layout of one strand at a time fits"
     one, both = (seconds_text(each.seconds) for each in (found.one_strand, found.two_strands))

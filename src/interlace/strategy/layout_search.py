@@ -26,7 +26,7 @@ from interlace.strategy.steady_step import SteadyStep, steady_step
 TOP = 10
 MOST = 500
 """Layouts that are simulated at most: a choice that keeps a search within a minute or two. Of
-Qwen3-235B on 512 devices the best is among 463."""
+Qwen3-235B on 512 devices 463 show which is the best."""
 SPARE = 0.06
 """Share of a device's memory that a layout leaves to the allocator, the context and NCCL."""
 WORTH = 0.01
@@ -86,8 +86,8 @@ def search_layouts(space: LayoutSpace, progress: SearchProgress = lambda _: None
     if not found:
         raise _too_large(space, bounds, order.able) if order.able else _no_layout(space)
     progress(f"simulated {len(queue.seen)} of them")
-    exhaustive = queue.exhaustive
     alone = queue.best_of(found, lambda layout: not interleaves(layout))
+    exhaustive = queue.exhaustive
     paired = queue.best_of(found, interleaves)
     return FoundLayouts(
         space=space,
