@@ -316,6 +316,9 @@ def test_what_is_given_is_kept():
     assert {(e.layout.tensor, e.layout.pipeline, e.layout.recompute) for e in found.best} == {
         (4, 2, "layer")
     }
+    alone = search_layouts(space_of(replace(LLAMA, strands="1")))
+    assert alone.two_strands is None
+    assert "two strands: not tried, as the run file has one" in strategy_summary(alone, ())
 
 
 def test_it_says_do_not_where_two_strands_gain_nothing():

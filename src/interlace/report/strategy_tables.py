@@ -89,6 +89,8 @@ def _data_or_none(job: SimulatedJob | None) -> dict[str, Any] | None:
 
 def _verdict(found: FoundLayouts) -> str:
     """Whether two strands are worth it."""
+    if found.two_strands is None and "strands" in found.space.kept:
+        return "two strands: not tried, as the run file has one"
     if found.two_strands is None:
         return "two strands: do not; no layout of them was found"
     if found.one_strand is None:
