@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from interlace.bench.simulator_rows import MeasuredStep
-from interlace.bench.simulator_scores import fit, mean_error, prediction, seconds_of, spearman
+from interlace.bench.simulator_scores import fit, mean_error, seconds_of, spearman
 from interlace.errors import InputError
 from interlace.hardware.cluster import Cluster, load_cluster
 from interlace.hardware.step_job import StepJob
+from interlace.hardware.step_memory import peak_memory
 from interlace.text import aligned, percent
 
 MODELS: dict[str, dict[str, int]] = {
@@ -89,7 +90,7 @@ def rows_of(checkout: Path, cluster: Cluster) -> Iterator[Row]:
     for file in sorted((checkout / "data").rglob("*.xlsx")):
         model = next(name for name in MODELS if name in file.name)
         sequence = 8192 if "8k" in file.name else 2048
-        for row in pd.read_excel(file, header=1).to_dict("records"):
+        for number, row in enumerate(pd.read_excel(file, header=1).to_dict("records"), 1):
             seconds = pd.to_numeric(row["Average Step Time"], errors="coerce")
             lost = row["Average Step Time"] == "OOM Error"
             if row["kernel"] not in KERNELS or (pd.isna(seconds) and not lost):
@@ -99,7 +100,7 @@ def rows_of(checkout: Path, cluster: Cluster) -> Iterator[Row]:
             except InputError:  # 512 sequences do not divide
                 continue
             name = f"{model}, {sequence // 1024}k tokens, {row['World Size']} devices"
-            step = MeasuredStep(cluster, job, float(seconds), None, file.name, len(row))
+            step = MeasuredStep(cluster, job, float(seconds), None, file.name, number)
             yield Row(step, lost, (name, row["kernel"]))
 
 
@@ -137,10 +138,8 @@ def scored(rows: list[Row], name: str, kernel: str, best: str | None = None) -> 
     if best is None:
         chosen = measured[predicted.index(min(predicted))]
         best = percent(chosen / min(measured) - 1)
-    lost = [
-        prediction(row.step)[1] > row.step.cluster.memory_gib for row in rows if row.out_of_memory
-    ]
-    kept = [prediction(step)[1] <= step.cluster.memory_gib for step in ran]
+    lost = [not fits(row.step) for row in rows if row.out_of_memory]
+    refused = sum(not fits(step) for step in ran)
     factors = fit(ran[::3])
     others = [step for at, step in enumerate(ran) if at % 3]
     after = mean_error([seconds_of(s, *factors) for s in others], [s.seconds for s in others])
@@ -152,9 +151,14 @@ def scored(rows: list[Row], name: str, kernel: str, best: str | None = None) -> 
         percent(mean(p / m - 1 for p, m in zip(predicted, measured, strict=True))),
         f"{spearman(predicted, measured):.2f}",
         best,
-        f"{sum(lost)} of {len(lost)}; {len(kept) - sum(kept)} of {len(kept)} that ran",
+        f"{sum(lost)} of {len(lost)}; {refused} of {len(ran)} that ran",
         percent(after),
     )
+
+
+def fits(step: MeasuredStep) -> bool:
+    """Whether the whole of a device is enough, by the model."""
+    return peak_memory(step.job).total_bytes <= step.cluster.memory_gib * 2**30
 
 
 if __name__ == "__main__":
